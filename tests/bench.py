@@ -28,7 +28,12 @@ from vllm.config import (  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
@@ -82,6 +87,8 @@ class Bench:
             )
         spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         specs = spec if isinstance(spec, list) else [spec]  # one for each group of layers
+        if any(isinstance(each, MambaSpec) for each in specs):
+            config.cache_config.mamba_cache_mode = "align"
         groups = [KVCacheGroupSpec([f"layer {i}" if i else "layer"], each) for i, each in enumerate(specs)]
         caches = KVCacheConfig(blocks, [], groups)
         self.now_s = 1000.0

@@ -6,36 +6,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from bench import BLOCK, Bench, prompt
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from layer_kinds import FP8, GEMMA, LATENT, QWEN3_NEXT, STATE, WINDOW, WINDOW_BLOCKS
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
-HEAD = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-FULL = FullAttentionSpec(**HEAD)
-PAGE_VALUES = FULL.page_size_bytes // 4
-WINDOW = SlidingWindowSpec(**HEAD, sliding_window=4 * BLOCK)
-STATE = MambaSpec(
-    block_size=BLOCK, shapes=((PAGE_VALUES,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-)
+CONTEXT = 16  # blocks
+KINDS = {  # groups of layers, and blocks that a hit of the context needs of the others than full attention
+    "Gemma, gpt-oss: windows beside full attention": (GEMMA, 3 * WINDOW_BLOCKS),
+    "Qwen3-Next: states beside full attention": (QWEN3_NEXT, 3),
+    "DeepSeek: latent attention": ([LATENT], 0),
+    "KV in FP8": ([FP8], 0),
+    "Mistral 7B v0.1: windows alone": ([WINDOW], WINDOW_BLOCKS),
+    "Mamba: states alone": ([STATE], 1),
+}
 
 
-@pytest.mark.parametrize(
-    ("other", "most_blocks"), [(WINDOW, 5), (STATE, 2)], ids=["sliding windows", "states"]
-)
+@pytest.mark.parametrize("has_draft", [False, True], ids=["", "and a draft model"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_pin_keeps_of_each_group_what_a_return_reuses_and_no_more(
-    model: Path, settings: Any, other: Any, most_blocks: int
+    model: Path, settings: Any, kind: str, has_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beside a draft model a hit ends a block early. That block must be there, but of states."""
+    groups, others = KINDS[kind]
     settings(policy="static-ttl", static_ttl_s=1000)
-    bench = Bench(ContinuumScheduler, model, 400, 64, spec=[FULL, other, other, other])
-    bench.scheduler.need_mamba_block_aligned_split = other is STATE
-    history = bench.turn("p", prompt(32 * BLOCK), out=4)
-    pinned = bench.engine.pins.pinned_blocks
-    assert 32 < pinned <= 32 + 3 * most_blocks
-    for story in range(1, 13):  # together more than the cache has
-        bench.turn(f"other-{story}", prompt(32 * BLOCK, story), is_last_step=True)
+    monkeypatch.setattr("vllm.config.SpeculativeConfig.use_eagle", lambda _: has_draft)
+    bench = Bench(ContinuumScheduler, model, 100, 64, spec=groups, drafts=int(has_draft))
+    history = bench.turn("p", prompt(CONTEXT * BLOCK), out=4)
+    pinned, needed = bench.engine.pins.pinned_blocks, others
+    needed += 0 if groups[0] in (WINDOW, STATE) else CONTEXT
+    needed += groups.count(WINDOW) if has_draft else 0
+    assert pinned == needed
+    for story in range(1, 7):  # together more than the cache has
+        bench.turn(f"other-{story}", prompt(CONTEXT * BLOCK, story), is_last_step=True)
     assert bench.engine.pins.pinned_blocks == pinned
     bench.turn("p", [*history, *prompt(7, 99)])
-    assert bench.parts.residency.prompt_tokens["gpu"] == 32 * BLOCK
+    hit = CONTEXT - (has_draft and groups != [STATE])
+    assert bench.parts.residency.prompt_tokens["gpu"] == hit * BLOCK
     bench.scheduler.shutdown()

@@ -19,6 +19,7 @@ from bench import BLOCK, prompt
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from layer_kinds import GEMMA, QWEN3_NEXT, WINDOW
 from tier_bench import TierBench, check_books
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -72,10 +73,12 @@ class Machine(RuleBasedStateMachine):
         cls=CLASSES,
         tier_blocks=st.sampled_from([0, 12, 96]),
         eta=st.sampled_from([0.0, 1.0]),
+        groups=st.sampled_from([None, None, None, None, GEMMA, QWEN3_NEXT, [WINDOW]]),
     )
-    def start(self, cls: Any, tier_blocks: int, eta: float) -> None:
+    def start(self, cls: Any, tier_blocks: int, eta: float, groups: Any) -> None:
         """With an eta of 0 programs give their places up sooner."""
-        self.bench = TierBench(cls, self.model, BLOCKS, tier_blocks)
+        blocks = BLOCKS + 10 * len(groups) if groups else BLOCKS  # the longest turn fits
+        self.bench = TierBench(cls, self.model, blocks, tier_blocks, groups)
         self.bench.engine.admission.eta = lambda: eta
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
@@ -113,7 +116,7 @@ class Machine(RuleBasedStateMachine):
         """A tier is emptied, a cache reset, the engine put to sleep; loads fail or take longer."""
         scheduler = self.bench.scheduler
         if what == "lost":
-            scheduler.connector.reset_cache()
+            scheduler.reset_connector_cache()
         elif what == "reset":
             scheduler.reset_prefix_cache()
         elif what == "reset-busy":

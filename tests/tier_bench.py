@@ -18,9 +18,14 @@ PATIENCE_STEPS = 200  # an engine with work and memory schedules something well 
 
 
 class TierBench(Bench):
-    """Loads end `load_steps` outputs after they began; the next `failing` of them load nothing."""
+    """Loads end `load_steps` outputs after they began; the next `failing` of them load nothing.
 
-    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int) -> None:
+    Several `groups` of layers have no tiers: the fake connector moves one.
+    """
+
+    def __init__(
+        self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int, groups: Any = None
+    ) -> None:
         extra = {
             "fake.dram_gb": tier_blocks * BLOCK * BYTES_PER_TOKEN / 2**30,
             "fake.chunk_tokens": BLOCK,
@@ -37,8 +42,10 @@ class TierBench(Bench):
         self.failing = 0
         self.failed = 0
         self.idle_steps = 0  # with unfinished requests and nothing scheduled
-        super().__init__(scheduler_cls, model, blocks, budget_tokens=64, transfer=transfer)
-        self.scheduler.connector.scheduler_side.clock = lambda: self.now_s
+        kept = {"spec": groups} if groups else {"transfer": transfer}
+        super().__init__(scheduler_cls, model, blocks, budget_tokens=64, **kept)
+        if not groups:
+            self.scheduler.connector.scheduler_side.clock = lambda: self.now_s
         self.queues = [q for q in vars(self.scheduler).values() if isinstance(q, RequestQueue)]
 
     def scheduled(self, output: Any) -> None:
@@ -62,6 +69,8 @@ class TierBench(Bench):
 
     def moved(self, output: Any) -> KVConnectorOutput | None:
         """Start this step's loads, and end those whose time has come."""
+        if output.kv_connector_metadata is None:
+            return None
         begun = {job.request_id: (self.load_steps, job) for job in output.kv_connector_metadata.loads}
         ended = [job for steps, job in self.loading.values() if steps <= 1]
         self.loading = {i: (steps - 1, job) for i, (steps, job) in self.loading.items() if steps > 1} | begun

@@ -4,7 +4,7 @@ Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_block
 BlockPool.touch / free_blocks / get_num_free_blocks / free_block_queue, its remove / prepend_n,
 BlockPool.evict_blocks / blocks, each SingleTypeKVCacheManager's req_to_blocks and num_cached_block,
 KVCacheBlock.ref_cnt / is_null / _block_hash (`block_hash` is a call for each block of each turn).
-Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing.
+Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing, and .eagle_group_ids.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 from vllm.v1.request import Request
 
 DENSITY_DECAY = 0.99  # each finished turn: half of the weight is that of the latest 70
@@ -23,13 +24,15 @@ DENSITY_DECAY = 0.99  # each finished turn: half of the weight is that of the la
 class GpuBlocks:
     """vLLM's block pool, as pins use it. retention/pin_table.py has the blocks of each pin.
 
-    `tokens_per_block`: the block size, if the model has one kind of KV. Else a token has a block's share in
+    `tokens_per_block`: the block size, if all layers keep all tokens. Else a token has a block's share in
     each group of layers, and layers with windows free theirs: then it is what finished turns had.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager, block_tokens: int) -> None:
         self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
+        self._kinds = kv_cache_manager.coordinator.single_type_managers
+        self._keeps_all = [type(kind) for kind in self._kinds] == [FullAttentionManager]
         self._block_tokens = block_tokens
         self.tokens_per_block: float = block_tokens
         self._ended_tokens = self._ended_blocks = 0.0  # of turns that ended, the latest ones most
@@ -37,9 +40,9 @@ class GpuBlocks:
 
     def on_turn_end(self, request_id: str, tokens: int) -> None:
         """A turn is about to free its blocks; they hold the KV of so many tokens."""
-        groups = self._manager.get_blocks(request_id).blocks
-        if len(groups) == 1 or not tokens:
+        if self._keeps_all or not tokens:
             return
+        groups = self._manager.get_blocks(request_id).blocks
         self._ended_tokens = self._ended_tokens * DENSITY_DECAY + tokens
         self._ended_blocks = self._ended_blocks * DENSITY_DECAY + sum(
             not b.is_null for g in groups for b in g
@@ -55,14 +58,24 @@ class GpuBlocks:
         """The ids of the request's full, hashed blocks in its first `tokens`, head first: what a next turn
         could hit.
 
-        With more than one kind of KV vLLM's coordinator says that: of layers that keep a state, a hit needs
-        the last one at a block's end, which the request has freed while it generated.
+        Where layers do not keep all tokens vLLM's coordinator says that: of layers that keep a state, a hit
+        needs the last one at a block's end, which the request has freed while it generated. Beside a draft
+        model a hit ends a block early, and that block must be there, but of states.
         """
         groups = self._manager.get_blocks(request.request_id).blocks
-        if len(groups) == 1:
+        if self._keeps_all:
             groups = (groups[0][: tokens // self._block_tokens],)
         else:
-            groups = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, tokens)[0]
+            coordinator = self._manager.coordinator
+            hits = coordinator.find_longest_cache_hit(request.block_hashes, tokens)[0]
+            proven = [
+                n in coordinator.eagle_group_ids and not isinstance(kind, MambaManager)
+                for n, kind in enumerate(self._kinds)
+            ]
+            groups = tuple(
+                [*hit, *own[len(hit) : len(hit) + is_proven]]
+                for hit, own, is_proven in zip(hits, groups, proven, strict=True)
+            )
         return [b.block_id for group in groups for b in group if b._block_hash is not None and not b.is_null]
 
     def hold(self, block_ids: Sequence[int]) -> None:
@@ -76,10 +89,10 @@ class GpuBlocks:
     def note_ended(self, request_id: str, shared_tokens: int) -> None:
         """The request ends its program: its own blocks after its first `shared_tokens` should go first.
 
-        Models with more than one kind of KV are excluded: there a block's number does not give its tokens.
+        Where layers do not keep all tokens nothing is done: a block's number does not give its tokens.
         """
-        groups = self._manager.get_blocks(request_id).blocks
-        if len(groups) == 1:
+        if self._keeps_all:
+            groups = self._manager.get_blocks(request_id).blocks
             own = groups[0][-(-shared_tokens // self._block_tokens) :]
             self._to_evict_first = [b for b in own if b.ref_cnt == 1 and not b.is_null]
 
