@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -294,6 +295,11 @@ def test_a_file_for_lmcache_in_one_process_starts_lmcaches_server_and_one_line_s
     assert line.endswith("; from LMCACHE_CHUNK_SIZE, max_local_cpu_size")
 
 
+def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
+    extra = {"connectors": connectors}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 def test_lmcaches_own_connector_inside_multi_connector_is_named_and_ours_is_found_by_its_name(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,13 +309,12 @@ def test_lmcaches_own_connector_inside_multi_connector_is_named_and_ours_is_foun
         {"kv_connector": name, "kv_role": "kv_both"}
         for name in ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
     ]
-    both = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": inner}
-    )
-    engine(model, kv_transfer_config=both).create_engine_config()
-    assert [line for line in lines if "inside MultiConnector" in line] == [
-        "LMCacheMPConnector inside MultiConnector is the stock one, without our checks; name "
-        "ContinuumLMCacheMPConnector there"
-    ]
+    for connectors in (inner, [{**inner[1], **multi(inner[:1])}]):
+        lines.clear()
+        engine(model, kv_transfer_config=KVTransferConfig(**multi(connectors))).create_engine_config()
+        assert [line for line in lines if "inside MultiConnector" in line] == [
+            "LMCacheMPConnector inside MultiConnector is the stock one, without our checks; name "
+            "ContinuumLMCacheMPConnector there"
+        ]
     found = KVConnectorFactory.get_connector_class_by_name("ContinuumLMCacheMPConnector")
     assert found.__module__ == "connectors.lmcache_mp.connector"
