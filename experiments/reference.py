@@ -41,9 +41,8 @@ Written by `python -m experiments.reference`. All of them are in vLLM's own `/me
 `engine`. They begin with the engine's first step. Units are base units, in the name. With
 `--disable-log-stats` none is reported.
 
-A label `tool` is the program that a shell ran, else the tool's name: at most 20 of them, those seen three
-times first, cut to 40 plain characters. The others are `other`, and a turn without a known call is
-`unknown`. `tier` is `gpu`, `dram`, `ssd` or `none` (computed).
+A label `tier` is `gpu`, `dram`, `ssd` or `none` (computed). No label has text of a client: gaps and TTLs by
+tool are in [recordings](recording.md).
 
 Each event is reported once, to the API server of vLLM that gets the step's statistics. So with
 `--api-server-count` above 1 Prometheus' sums over their processes are right. While the engine is

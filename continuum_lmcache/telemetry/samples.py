@@ -5,57 +5,22 @@ No clock; memory is bounded, also without reports.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from continuum_lmcache.telemetry.events import Event, PrefixLost, TurnArrived, TurnFinished, TurnStarted
-from continuum_lmcache.types import Retention, ToolKey
+from continuum_lmcache.types import Retention
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
-UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
-MAX_LABEL_CHARS = 40
-OTHER, UNKNOWN = "other", "unknown"
 NO_PIN = "-no-pin"  # after the reason of a TTL of 0
 
 Samples = dict[str, list[float]]  # by label
-
-
-class ToolLabels:
-    """Metric labels for tools: at most `most`, for those first seen `after` times; the rest is "other".
-
-    Clients name tools, so both the labels and the candidates for one are bounded.
-    """
-
-    def __init__(self, most: int = 20, after: int = 3, candidates: int = 1000) -> None:
-        self._most, self._after, self._candidates = most, after, candidates
-        self._named: set[str] = set()
-        self._calls: Counter[str] = Counter()
-
-    def of(self, tool: ToolKey) -> str:
-        """The label of a turn's tool call: the program that a shell ran, else the tool."""
-        given = tool[-2:][0] if tool else UNKNOWN
-        if given in self._named:
-            return given
-        name = UNSAFE.sub("_", given)[:MAX_LABEL_CHARS]
-        if name in self._named or name in (OTHER, UNKNOWN):
-            return name
-        if len(self._named) >= self._most:
-            return OTHER
-        if len(self._calls) >= self._candidates:
-            self._calls.clear()
-        self._calls[name] += 1
-        if self._calls[name] < self._after:
-            return OTHER
-        self._named.add(name)
-        return name
 
 
 @dataclass(slots=True)
 class MetricSamples:
     """Samples by metric (prometheus.py names them)."""
 
-    tools: ToolLabels = field(default_factory=ToolLabels)
     decisions: Counter[str] = field(default_factory=Counter)  # by the reason of the TTL, since the start
     lost_returns: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
     lost_tokens: Counter[str] = field(default_factory=Counter)
@@ -65,11 +30,11 @@ class MetricSamples:
         """Take what the metrics show of the event."""
         match event:
             case TurnArrived() if event.gap_s is not None:
-                self._add("tool_gap_seconds", self.tools.of(event.tool), event.gap_s)
+                self._add("tool_gap_seconds", "", event.gap_s)
             case TurnStarted(resumed=False):
                 self._add("queue_delay_seconds", "lost" if event.evicted else "kept", event.queue_delay_s)
             case TurnFinished(retention=Retention() as keep):
-                self._add("ttl_seconds", self.tools.of(event.tool), keep.ttl_s)
+                self._add("ttl_seconds", "", keep.ttl_s)
                 self.decisions[keep.reason if keep.ttl_s > 0 else keep.reason + NO_PIN] += 1
             case PrefixLost(loss=loss):
                 label = f"{loss.cause.value}-{loss.third}-third"

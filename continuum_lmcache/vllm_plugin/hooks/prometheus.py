@@ -65,8 +65,8 @@ GAUGES = {
     ),
 }
 HISTOGRAMS = {  # and upper bounds of the buckets, seconds
-    "ttl_seconds": ("TTL of finished turns", "tool", TTL_BUCKETS_S),
-    "tool_gap_seconds": ("Time from a turn's end to the program's next turn", "tool", GAP_BUCKETS_S),
+    "ttl_seconds": ("TTL of finished turns", "", TTL_BUCKETS_S),
+    "tool_gap_seconds": ("Time from a turn's end to the program's next turn", "", GAP_BUCKETS_S),
     "queue_delay_seconds": (
         "Queueing delay of programs' turns, by whether the GPU had lost their context",
         "context",
