@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -36,11 +35,6 @@ from continuum_lmcache.recordings.reader import load, story
 from continuum_lmcache.telemetry.findings import plain
 
 BAD_INPUT = 2
-SIMULATION = Path(__file__).parents[2] / "experiments" / "estimate.py"  # in a clone
-NO_SIMULATION = (
-    "a trace needs the simulator, which only a clone has: git clone this project's repository, run make "
-    "install in it, and give the same command as .venv/bin/continuum-lmcache"
-)
 SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.5, 0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
@@ -105,24 +99,11 @@ def doctor(
 
 @app.command()
 def estimate(
-    url: Annotated[str, typer.Argument(help="base URL of a stock vLLM server, under its usual load")] = "",
+    url: Annotated[str, typer.Argument(help="base URL of a stock vLLM server, under its usual load")],
     seconds: Annotated[float, typer.Option(min=1, help="between the two looks at /metrics")] = 60.0,
-    trace: Annotated[Path | None, typer.Option(help="in place of URL: a trace of your agents' runs")] = None,
-    model: Annotated[str, typer.Option(help="with --trace: as the doctor's MODEL")] = "",
-    gpu: Annotated[str, typer.Option(help="with --trace: a card, h100")] = "",
-    dram_gb: Annotated[float, typer.Option(min=0, help="with --trace: of LMCache, 0 for none")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Whether continuum would help: yes, little, no, or too early to tell, and because of what."""
-    if bool(url) == (trace is not None):
-        raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
-    if trace is not None:
-        if not SIMULATION.is_file():
-            raise ConfigError(NO_SIMULATION)
-        options = ["--model", model, "--gpu", gpu, "--dram-gb", str(dram_gb)]
-        raise typer.Exit(
-            subprocess.run([sys.executable, SIMULATION, trace, *options], check=False).returncode
-        )
     at = url.rstrip("/").removesuffix("/v1")
     first = scrape(at)
     if policy(first):
