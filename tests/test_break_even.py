@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.capacity.break_even import break_even_tokens, load_cost
+from continuum_lmcache.capacity.plan_check import break_even_tokens, load_cost
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.types import Residency, Tier

@@ -315,7 +315,7 @@ def test_quantized_weights_that_are_not_here_may_be_given(command: Command, tmp_
         (["Llama-3.1-8B"], "give --gpu or --memory-gib"),
         (["Llama-3.1-8B", "--gpu", "h2000"], "did you mean 'h200'?"),
         ([*H200, "--kv-cache-dtype", "int3"], "known: auto"),
-        ([*H200, "--lmcache", "none.json"], "cannot be read as JSON"),
+        ([*H200, "--lmcache", "none.json"], "cannot be read: "),
         ([*H200, "--tensor-parallel-size", "0"], "tensor-parallel-size"),
         (["Llama-3.1-8B", "--profile", "none.yaml"], "none.yaml"),
         (["Llama-3.1-8B", "--profil", "x"], "--profil"),

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import GONE_S, Fleet, FleetConfig, Route, RouteReason
+from continuum_lmcache.fleet.fleet import (
+    GONE_S,
+    Fleet,
+    FleetConfig,
+    KnownProgram,
+    ReplicaId,
+    ReplicaReport,
+    Route,
+    RouteReason,
+)
 from continuum_lmcache.fleet.homes import hashed_replica
-from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.types import ProgramId
 

@@ -8,9 +8,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from continuum_lmcache.fleet.fleet import GONE_S, Fleet, FleetConfig, Route, RouteReason
+from continuum_lmcache.fleet.fleet import (
+    GONE_S,
+    Fleet,
+    FleetConfig,
+    KnownProgram,
+    ReplicaId,
+    ReplicaReport,
+    Route,
+    RouteReason,
+)
 from continuum_lmcache.fleet.homes import hashed_replica
-from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId
 
 KEY = b"of this fleet"

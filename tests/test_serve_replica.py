@@ -15,11 +15,10 @@ from virtual_loop import run_virtually
 pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.report import KnownProgram, ReplicaReport
+from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
-from continuum_lmcache.serve.engine import TurnPrompt, with_progress
 from continuum_lmcache.serve.names import TurnName, hidden
-from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica
+from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica, TurnPrompt, with_progress
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
 

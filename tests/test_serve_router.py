@@ -20,8 +20,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
 from ray.serve.request_router import PendingRequest
 
-from continuum_lmcache.fleet.fleet import Route, RouteReason
-from continuum_lmcache.fleet.report import ReplicaId
+from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.serve.names import ApiKeys, TurnName
 from continuum_lmcache.serve.router import ProgramRouter
 

@@ -10,8 +10,7 @@ import pytest
 from virtual_loop import run_virtually
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import FleetConfig, Route
-from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.fleet import FleetConfig, KnownProgram, ReplicaId, ReplicaReport, Route
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.serve.gauges import prefill, requests
 from continuum_lmcache.serve.names import TurnName, hidden, turn_name

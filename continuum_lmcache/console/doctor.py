@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
-from continuum_lmcache.capacity.break_even import break_even_tokens
 from continuum_lmcache.capacity.kv_budget import GIB, BudgetLine, KVBudget
-from continuum_lmcache.capacity.plan_check import DeploymentPlan
+from continuum_lmcache.capacity.plan_check import DeploymentPlan, break_even_tokens
 from continuum_lmcache.console.lmcache_check import checked, read
 from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
 from continuum_lmcache.console.model_files import shape_of

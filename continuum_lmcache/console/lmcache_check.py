@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
@@ -29,11 +29,8 @@ Checked = tuple[Mapping[Tier, float], list[Finding]]
 
 def read(path: Path) -> Mapping[str, Any]:
     """The JSON object of --kv-transfer-config. Raises ConfigError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path} cannot be read as JSON: {problem}") from problem
-    if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
+    found = read_object(path, "what --kv-transfer-config takes")
+    if not isinstance(found.get("kv_connector"), str):
         raise ConfigError(f"{path} names no kv_connector; expected what --kv-transfer-config takes")
     if not isinstance(found.get(EXTRA, {}), dict):
         raise ConfigError(f"{path}: {EXTRA} is {found[EXTRA]!r:.80}; it must be an object")

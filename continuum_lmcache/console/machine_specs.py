@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from continuum_lmcache.errors import ConfigError, ProfileError, nearest
+from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError, nearest
 from continuum_lmcache.reload.cards import CARDS, Card, card_of
 from continuum_lmcache.reload.cost_model import CostModel
 
@@ -41,7 +42,7 @@ def machine(profile: Path | None, gpu: str) -> MachineSpec:
         raise ConfigError(f"--gpu is {gpu!r}; {nearest(gpu, CARDS)}; or give --memory-gib")
     if profile is None:
         return MachineSpec("the card's data sheet", None, gpu or "unknown", CARDS.get(gpu), False)
-    found = read(profile)
+    found = read_object(profile, "a profile (profiles/README.md)", yaml.safe_load, ProfileError)
     costs = CostModel.from_mapping(found, str(profile))
     recorded = found.get("provenance")
     provenance = recorded if isinstance(recorded, Mapping) else {}  # for the reader: any value is possible
@@ -50,12 +51,17 @@ def machine(profile: Path | None, gpu: str) -> MachineSpec:
     return MachineSpec(str(profile), costs, device, CARDS.get(device) or card_of(device), on_cpu)
 
 
-def read(path: Path) -> Mapping[str, Any]:
-    """The YAML mapping of a profile. Raises ProfileError."""
+def read_object(
+    path: Path,
+    expected: str,
+    parse: Callable[[str], Any] = json.loads,
+    wrong: type[ContinuumError] = ConfigError,
+) -> dict[str, Any]:
+    """The mapping in a file. Raises `wrong`, with what was `expected`."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ProfileError(f"profile {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(found, Mapping):
-        raise ProfileError(f"profile {path} holds no mapping; profiles/README.md describes its format")
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise wrong(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise wrong(f"{path} holds no object; expected {expected}")
     return found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError, nearest
 from continuum_lmcache.reload.model_shapes import (
     EXPERTS_PER_TOKEN,
@@ -52,7 +52,7 @@ def cache_of(model: str) -> Path:
 
 def from_config(path: Path, given_bytes: float | None = None) -> ModelShape:
     """The shape that a Hugging Face config.json describes. Raises ConfigError where it does not."""
-    whole = json_object(path)
+    whole = read_object(path, "a model's config.json")
     inner = whole.get("text_config")
     config = whole | inner if isinstance(inner, dict) else whole
     weight_bytes, how = (given_bytes, "as given") if given_bytes is not None else weights(config, path)
@@ -60,17 +60,6 @@ def from_config(path: Path, given_bytes: float | None = None) -> ModelShape:
     name = folder.name.removeprefix("models--").rpartition("--")[2]
     active = parameters(config, str(path), EXPERTS_PER_TOKEN)
     return shape(config, str(path), name, weight_bytes, how, active)
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object; expected a model's config.json")
-    return found
 
 
 def weights(config: Mapping[str, Any], path: Path) -> tuple[float, str]:

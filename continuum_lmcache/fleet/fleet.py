@@ -28,14 +28,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NewType
 
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.fleet.homes import hashed_replica
-from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
+from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
 from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
+ReplicaId = NewType("ReplicaId", str)
 PREFIX = "fleet."
 REMOVED = {
     **dict.fromkeys(("max_line", "max_wait_s", "max_rehome_s"), "each engine admits new programs for itself"),
@@ -46,6 +47,29 @@ MOVERS = ("never", "cost")
 COST_FACTOR = 2.0  # the wait that a move saves must be this many times the cost of the KV
 MARGIN_S = 2.0  # and this much more: the hysteresis
 GONE_S = 60.0  # a replica without a report for so long is dropped; with its next report it is back
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """One replica at one moment."""
+
+    replica: ReplicaId
+    at_s: float  # time of the figures, on the fleet's clock
+    requests: int = 0  # waiting and running ones
+    wait_s: float = 0.0  # before a later turn's prompt would be computed there
+    prefill: PrefillCurve = UNMEASURED.prefill  # as measured there
+
+
+@dataclass(frozen=True, slots=True)
+class KnownProgram:
+    """A program, as the replica that served its latest turn knows it."""
+
+    program: ProgramId
+    turns: int  # finished, here and elsewhere
+    context_tokens: int  # of the last finished turn
+    age_s: float  # since it arrived
+    live: int = 0  # turns in flight
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """One replica of the deployment: vLLM's server in Ray's process, which reports to the fleet's state.
 
 Seams, read and run on Ray 2.60.0: serve.ingress() with __serve_build_asgi_app__, check_health,
-record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor.
+record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor; the request context's
+session_id and _internal_request_id. Of vLLM 0.32: the request id of a Responses answer. vLLM itself is in
+vllm_plugin/watched_server.py.
 """
 
 from __future__ import annotations
@@ -10,21 +12,27 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_serve_request_context
 
-from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
+from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve import gauges
 from continuum_lmcache.serve.listening import listen_on_node_address_only
+from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
-from continuum_lmcache.types import MOST_PROGRAMS
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId, TurnId
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
@@ -33,6 +41,8 @@ ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
 REPORT_S = 0.5  # between two reports
 GATHER_S = 0.05  # from a turn's end to its report, which has all turns that end meanwhile
+PROGRESS = ("program_turns", "program_age_s")  # the engine's fields (identity.FIELDS)
+RESPONSE = re.compile(r"(resp_\w+?)(?:_\d+)?")  # a stored answer's id, then the number of the prompt
 
 
 class ReplicaHeader:
@@ -66,10 +76,9 @@ class Replica:
 
     async def __serve_build_asgi_app__(self) -> ReplicaHeader:
         """Start the engine; return vLLM's app around it, with one more path."""
-        from continuum_lmcache.serve.engine import TurnPrompt
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # engine.with_progress has the fleet's figures, for all tenants
+        os.environ.setdefault(HONOR, "true")  # with_progress has the fleet's figures, for all tenants
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
         key = bytes.fromhex(self._settings.key)
@@ -148,3 +157,48 @@ class Replica:
         wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
         gauges.wait.set(wait_s)
         return ReplicaReport(ReplicaId(self._name), 0.0, gauges.requests(read), wait_s, curve)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrompt:
+    """A prompt of a turn that the router sent here (watched_server.Prompt). `key`: of the programs' names."""
+
+    programs: ReplicaPrograms
+    key: bytes
+    turn: TurnId
+    name: TurnName
+
+    @classmethod
+    def of_this_request(cls, programs: ReplicaPrograms, key: bytes) -> TurnPrompt:
+        """The prompt of the request whose task this is."""
+        context = _get_serve_request_context()
+        return cls(programs, key, TurnId(context._internal_request_id), TurnName.parse(context.session_id))
+
+    def on_start(self, sampling_params: Any, prompt_tokens: int, request_id: str) -> None:
+        """Pass on to the engine what the program did elsewhere."""
+        name, response = self.name, RESPONSE.fullmatch(request_id)
+        program = ProgramId(name.program or f"~{self.turn}")
+        answer = hidden(response[1], self.key) if response else None
+        self.programs.on_start(
+            time.monotonic(), self.turn, program, name.turns, name.age_s, prompt_tokens, answer
+        )
+        gauges.turns.labels(name.why).inc()
+        sampling_params.extra_args = with_progress(sampling_params.extra_args, name)
+
+    def on_first_token(self) -> None:
+        self.programs.on_first_token(self.turn)
+
+    def on_stop(self, context_tokens: int) -> None:
+        self.programs.on_stop(self.turn, context_tokens, self.name.is_last or not self.name.program)
+
+
+def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
+    """A request's fields with its program's progress, from the fleet and not from the client.
+
+    An engine refuses all fields of a request if one is above its bound.
+    """
+    kept = {name: value for name, value in (extra_args or {}).items() if name not in PROGRESS}
+    if turn.turns:
+        progress = min(turn.turns, MOST_TURNS), round(min(turn.age_s, MOST_AGE_S))
+        kept |= dict(zip(PROGRESS, progress, strict=True))
+    return kept or None

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from continuum_lmcache.fleet.report import KnownProgram
+from continuum_lmcache.fleet.fleet import KnownProgram
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.types import ProgramId, TurnId
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Route
-from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, KnownProgram, ReplicaId, ReplicaReport, Route
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig
-from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
