@@ -1,16 +1,15 @@
 """Which replica a program's turns go to, so that they find the KV of its last turn there.
 
-A program's home is the replica of its first turn. The process that places first turns keeps a table (Homes).
-Processes that share only a key, or have lost the table, agree on a home by a hash (hashed_replica).
+A program's home is the replica of its first turn. The process that places first turns keeps a table of them.
+Processes that share only a key, or have lost the table, agree on a home by a hash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.types import ProgramId
 
 Replica = TypeVar("Replica", bound=int | str)
@@ -38,29 +37,3 @@ def hashed_replica(program: ProgramId, replicas: Iterable[Replica], key: bytes) 
 def digest(program: ProgramId, key: bytes) -> bytes:
     """A program's name, of NAME_BYTES. A ProgramId names its tenant too (identity.program_id)."""
     return blake2b(program.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, key=key).digest()
-
-
-class Homes(Generic[Replica]):
-    """The homes of at most `most` programs; beyond that, those idle longest are dropped.
-
-    `key`: 1 to 64 bytes, as for `hashed_replica`; the table holds no name that a client chose.
-    """
-
-    def __init__(self, most: int, key: bytes) -> None:
-        self._key = key
-        self._replicas: BoundedDict[bytes, Replica] = BoundedDict(most)
-
-    def of(self, program: ProgramId) -> Replica | None:
-        """Its replica; None: it has none yet."""
-        name = digest(program, self._key)
-        found = self._replicas.get(name)
-        if found is not None:
-            self._replicas.move_to_end(name)
-        return found
-
-    def record(self, program: ProgramId, replica: Replica) -> None:
-        """A turn of the program went there, and the next one will."""
-        self._replicas[digest(program, self._key)] = replica
-
-    def forget(self, program: ProgramId) -> None:
-        self._replicas.pop(digest(program, self._key), None)

@@ -28,9 +28,9 @@ from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NA
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from continuum_lmcache.fleet.homes import Homes
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
-from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
+from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
 STATE_RETRY_S = 1.0  # after a state that did not answer; until then no request waits for it
@@ -47,7 +47,7 @@ class ProgramRouter(ConsistentHashRouter):
         self._key = bytes.fromhex(kwargs.pop("key"))
         ApiKeys.hashes = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
-        self._homes: Homes[str] = Homes(MOST_PROGRAMS, self._key)
+        self._homes: BoundedDict[str, str] = BoundedDict(MOST_PROGRAMS)  # by the program's hash
         self._state: Any = None
         self._retry_at_s = 0.0
         self._by_name: dict[str, RunningReplica] = {}
@@ -90,14 +90,14 @@ class ProgramRouter(ConsistentHashRouter):
         if chosen is None:
             chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if turn.is_last:
-            self._homes.forget(ProgramId(turn.program))  # the next program of that name is a new one
+            self._homes.pop(turn.program, None)  # the next program of that name is a new one
         elif turn.program:
-            self._homes.record(ProgramId(turn.program), chosen.replica_id.unique_id)
+            self._homes[turn.program] = chosen.replica_id.unique_id
         return chosen
 
     def _home(self, turn: TurnName) -> str | None:
         """Where this router last sent the turn's program, if that replica is there."""
-        home = self._homes.of(ProgramId(turn.program)) if turn.program else None
+        home = self._homes.get(turn.program)
         return home if home in self._by_name else None
 
     async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from continuum_lmcache.fleet.homes import Homes, hashed_replica
+from continuum_lmcache.bounded_dict import BoundedDict
+from continuum_lmcache.fleet.homes import digest, hashed_replica
 from continuum_lmcache.programs.identity import ProgramFields, program_id, tenant_of
 from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
@@ -39,15 +40,17 @@ def install(schedulers: str) -> None:
         if program is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
         if not hasattr(self, TABLE):
-            setattr(self, TABLE, Homes[int](MOST_PROGRAMS, api_keys.secret()))
-        homes: Homes[int] = getattr(self, TABLE)
+            setattr(self, TABLE, BoundedDict(MOST_PROGRAMS))
+        homes: BoundedDict[bytes, int] = getattr(self, TABLE)
+        name = digest(program, api_keys.secret())  # the table has no name that a client chose
         if request.data_parallel_rank is None:
-            request.data_parallel_rank = rank_of(program, homes, len(self.core_engines), self.client_count)
+            ranks, home = len(self.core_engines), homes.get(name)
+            request.data_parallel_rank = rank_of(program, home, ranks, self.client_count)
         engine = stock(self, request)
         if fields.is_last_step:
-            homes.forget(program)
+            homes.pop(name, None)
         else:
-            homes.record(program, self.core_engines.index(engine))
+            homes[name] = self.core_engines.index(engine)
         return engine
 
 
@@ -58,9 +61,8 @@ def program_of(fields: ProgramFields, request: Any) -> ProgramId | None:
     return program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
 
 
-def rank_of(program: ProgramId, homes: Homes[int], ranks: int, api_servers: int) -> int | None:
+def rank_of(program: ProgramId, home: int | None, ranks: int, api_servers: int) -> int | None:
     """The turn's rank; None: vLLM's choice. A home that is gone (vLLM can scale down) does not count."""
     if api_servers > 1:
         return hashed_replica(program, range(ranks), api_keys.secret())
-    home = homes.of(program)
     return home if home is not None and home < ranks else None
