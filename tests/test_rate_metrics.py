@@ -13,7 +13,7 @@ from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import rate_totals
-from continuum_lmcache.vllm_plugin.hooks.prometheus import exporter
+from continuum_lmcache.vllm_plugin.hooks.prometheus import observe
 
 ENGINE = 97  # no other test uses it
 
@@ -26,7 +26,7 @@ def gauge(name: str, **labels: str) -> float:
 
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
     rates = CalibratedCosts(UNMEASURED)
-    exporter().observe(rate_totals(rates), ENGINE)
+    observe(rate_totals(rates), ENGINE)
     assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")] == [0] * 3
     assert gauge("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
     assert gauge("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
@@ -37,7 +37,7 @@ def test_measurements_move_the_rates_and_their_samples_together() -> None:
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, 1000, 10**9, 10.0))
     rates.observe_prefill(took_s=1.0, predicted_s=0.5)
-    exporter().observe(rate_totals(rates), ENGINE)
+    observe(rate_totals(rates), ENGINE)
     samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")}
     assert samples == {"prefill": 1, "dram": 0, "ssd": 5}
     assert gauge("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)

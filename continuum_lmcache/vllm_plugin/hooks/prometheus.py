@@ -91,48 +91,43 @@ def detach(stats: SchedulerStats | None) -> MetricsPayload:
     return dict(carried[KEY])
 
 
-class MetricsExporter:
-    """Prometheus metrics of this process, updated from each engine's reports."""
+def observe(payload: MetricsPayload, engine: int) -> None:
+    """Advance this process's counters, set its gauges, add the samples."""
+    for key, by_label in payload.items():
+        for label, reported in by_label.items():
+            update = updater(key, label, engine)
+            for value in reported if key in HISTOGRAMS else (reported,):
+                update(value)
 
-    def __init__(self) -> None:
-        self._metrics: dict[str, Counter | Gauge | Histogram] = {
-            **{key: Counter(*metric_spec(key, *spec)) for key, spec in COUNTERS.items()},
-            **{
-                key: Gauge(*metric_spec(key, *spec), multiprocess_mode="mostrecent")
-                for key, spec in GAUGES.items()
-            },
-            **{
-                key: Histogram(*metric_spec(key, text, label), buckets=buckets)
-                for key, (text, label, buckets) in HISTOGRAMS.items()
-            },
-        }
-        self._updater = functools.cache(self._updater_of)  # prometheus_client looks labels up under a lock
 
-    def observe(self, payload: MetricsPayload, engine: int) -> None:
-        """Advance the counters, set the gauges, add the samples."""
-        for key, by_label in payload.items():
-            for label, reported in by_label.items():
-                update = self._updater(key, label, engine)
-                for value in reported if key in HISTOGRAMS else (reported,):
-                    update(value)
+@functools.cache  # prometheus_client looks labels up under a lock
+def updater(key: str, label: str, engine: int) -> Callable[[float], None]:
+    """The function that updates one metric of one engine by a value."""
+    metric = metrics()[key].labels(*([label] if label else []), str(engine))
+    if isinstance(metric, Counter):
+        return metric.inc
+    return metric.set if isinstance(metric, Gauge) else metric.observe
 
-    def _updater_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
-        """The function that updates one metric of one engine by a value."""
-        metric = self._metrics[key].labels(*([label] if label else []), str(engine))
-        if isinstance(metric, Counter):
-            return metric.inc
-        return metric.set if isinstance(metric, Gauge) else metric.observe
+
+@functools.cache  # Prometheus refuses a name twice
+def metrics() -> dict[str, Counter | Gauge | Histogram]:
+    """This process's metrics, by key."""
+    return {
+        **{key: Counter(*metric_spec(key, *spec)) for key, spec in COUNTERS.items()},
+        **{
+            key: Gauge(*metric_spec(key, *spec), multiprocess_mode="mostrecent")
+            for key, spec in GAUGES.items()
+        },
+        **{
+            key: Histogram(*metric_spec(key, text, label), buckets=buckets)
+            for key, (text, label, buckets) in HISTOGRAMS.items()
+        },
+    }
 
 
 def metric_spec(key: str, text: str, label: str) -> tuple[str, str, list[str]]:
     """Name, help and labels in the order of prometheus_client."""
     return f"continuum_{key}", text, [*([label] if label else []), "engine"]
-
-
-@functools.cache
-def exporter() -> MetricsExporter:
-    """The exporter of this process: Prometheus refuses a name twice."""
-    return MetricsExporter()
 
 
 def install() -> None:
@@ -146,5 +141,5 @@ def install() -> None:
         payload = detach(scheduler_stats)
         if payload:
             engine = kwargs.get("engine_idx") or 0
-            exporter().observe(payload, engine)
+            observe(payload, engine)
         return stock(self, scheduler_stats, *args, **kwargs)
