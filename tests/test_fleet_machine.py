@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from continuum_lmcache.fleet.fleet import (
     GONE_S,
+    IDLE_S,
     Fleet,
-    FleetConfig,
     KnownProgram,
     ReplicaId,
     ReplicaReport,
@@ -22,12 +22,18 @@ from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.types import ProgramId
 
 KEY = b"of this fleet"
-CONFIG = FleetConfig(max_programs=6, program_idle_s=500.0, cooldown_s=10.0)
+COOLDOWN_S, MOST = 10.0, 6
 PROGRAMS = st.sampled_from([ProgramId(f"p{i}") for i in range(9)])
 FIGURES = st.fixed_dictionaries(
     {"requests": st.sampled_from([0, 1, 5]), "wait_s": st.sampled_from([0.0, 1.0, 60.0])}
 )
 RARELY = st.integers(0, 9).map(lambda n: n == 0)
+
+
+def new_fleet() -> Fleet:
+    fleet = Fleet(KEY, cooldown_s=COOLDOWN_S)
+    fleet.most_programs = MOST
+    return fleet
 
 
 class Machine(RuleBasedStateMachine):
@@ -36,7 +42,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(count=st.integers(0, 3))
     def start(self, count: int) -> None:
         self.now_s, self.numbers = 0.0, 0
-        self.fleet = Fleet(CONFIG, KEY)
+        self.fleet = new_fleet()
         self.memory: dict[ReplicaId, dict[ProgramId, KnownProgram]] = {}
         self.moved_s: dict[ProgramId, float] = {}
         for _ in range(count):
@@ -71,11 +77,11 @@ class Machine(RuleBasedStateMachine):
         if not really:
             return
         before = {program: entry.home for program, entry in self.fleet.programs.items()}
-        self.fleet = Fleet(CONFIG, KEY)
+        self.fleet = new_fleet()
         for replica, known in self.memory.items():
             self.fleet.on_report(self.now_s, ReplicaReport(replica, self.now_s), known.values())
         self.moved_s = {}
-        if len(self.fleet.programs) < CONFIG.max_programs:
+        if len(self.fleet.programs) < MOST:
             for program, home in before.items():
                 knowing = [replica for replica, known in self.memory.items() if program in known]
                 assert knowing != [home] or self.fleet.programs[program].home == home
@@ -103,7 +109,7 @@ class Machine(RuleBasedStateMachine):
         if route.why is RouteReason.MOVED:
             assert home is not None and not in_flight
             assert self.fleet.is_fresh(self.now_s, home) and self.fleet.is_fresh(self.now_s, route.replica)
-            assert self.now_s - self.moved_s.get(program, -math.inf) >= CONFIG.cooldown_s
+            assert self.now_s - self.moved_s.get(program, -math.inf) >= COOLDOWN_S
             self.moved_s[program] = self.now_s
         self._says(program, route, live=1)
         if ends:
@@ -138,7 +144,7 @@ class Machine(RuleBasedStateMachine):
         if really and (route := self.fleet.on_arrival(self.now_s, None, self.memory)) is not None:
             assert route.replica in self.memory
 
-    @rule(seconds=st.sampled_from([0.01, 0.4, 2.0, 11.0, GONE_S + 1, 600.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.4, 2.0, 11.0, GONE_S + 1, IDLE_S]))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
 

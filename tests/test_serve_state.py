@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from virtual_loop import run_virtually
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import FleetConfig, KnownProgram, ReplicaId, ReplicaReport, Route
+from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport, Route
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.serve.gauges import prefill, requests
 from continuum_lmcache.serve.names import TurnName, hidden, turn_name
@@ -20,15 +19,16 @@ from continuum_lmcache.serve.state import START_WAIT_S, FleetState
 from continuum_lmcache.types import ProgramId, TurnId
 
 KEY = b"key"
+COOLDOWN_S = 30.0
 SECOND_A_TOKEN = PrefillCurve(0.0, 1.0, 0.0, samples=1)
 
 
 class Host:
     """A state, its replicas and a router."""
 
-    def __init__(self, replicas: str = "ab", **settings: Any) -> None:
+    def __init__(self, replicas: str = "ab") -> None:
         clock = asyncio.get_running_loop().time
-        self.state = FleetState(asdict(FleetConfig(**settings)), KEY.hex(), now_s=clock)
+        self.state = FleetState("cost", COOLDOWN_S, KEY.hex(), now_s=clock)
         self.replicas = list(replicas)
         self.programs = {name: ReplicaPrograms(most=100) for name in replicas}
         self.turns = 0
@@ -60,8 +60,8 @@ class Host:
         return route
 
 
-async def started(replicas: str = "ab", **settings: Any) -> Host:
-    host = Host(replicas, **settings)
+async def started(replicas: str = "ab") -> Host:
+    host = Host(replicas)
     await host.hears()
     return host
 
@@ -101,7 +101,7 @@ def test_a_stored_answer_keeps_its_replica_though_its_id_is_all_that_names_the_p
         host = await started()
         home = (await host.runs("p", answer="resp_1")).replica
         for number in range(1, 4):
-            await asyncio.sleep(host.state.fleet.config.cooldown_s + 1)
+            await asyncio.sleep(COOLDOWN_S + 1)
             await host.hears()
             await host.hears(home, requests=9, wait_s=60.0)  # a program that may move would
             sent = turn_name(b'{"input": "go on", "previous_response_id": "resp_%d"}' % number, {})
@@ -192,7 +192,7 @@ def test_a_report_takes_the_engines_figures_and_stock_vllm_reports_no_speed() ->
 def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() -> None:
     text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1", "fleet.cooldown_s": "7"}
     settings = ServeSettings.of(text)
-    assert (settings.replicas, settings.gpus, settings.fleet.cooldown_s) == (2, 0.0, 7.0)
+    assert (settings.replicas, settings.gpus, settings.cooldown_s) == (2, 0.0, 7.0)
     assert settings.vllm_args[0] == "m" and "--kv-transfer-config" in settings.vllm_args
     for wrong in (
         {"model": ""},
@@ -201,6 +201,10 @@ def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() ->
         {"replicas": 0},
         {"replicas": "x"},
         {"fleet.movr": "cost"},
+        {"fleet.mover": "psychic"},
+        {"fleet.cooldown_s": -1},
+        {"fleet.cooldown_s": "nan"},
+        {"mover": "never"},
         {"key": "short"},
     ):
         with pytest.raises(ConfigError):

@@ -26,26 +26,21 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NewType
+from typing import NewType
 
-from continuum_lmcache.config import parsed, refuse_unknown
-from continuum_lmcache.errors import ConfigError, InvariantError
+from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
 from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
 ReplicaId = NewType("ReplicaId", str)
-PREFIX = "fleet."
-REMOVED = {
-    **dict.fromkeys(("max_line", "max_wait_s", "max_rehome_s"), "each engine admits new programs for itself"),
-    **dict.fromkeys(("move_age_s", "first_turn_age_s"), "fleet.report_age_s is for both"),
-    **dict.fromkeys(("cost_factor", "margin_s"), "they are constants of fleet/fleet.py"),
-}
 MOVERS = ("never", "cost")
 COST_FACTOR = 2.0  # the wait that a move saves must be this many times the cost of the KV
 MARGIN_S = 2.0  # and this much more: the hysteresis
+REPORT_AGE_S = 3.0  # no new program, and no move, where the latest report is older
+IDLE_S = 3600.0  # a program without a turn for so long is forgotten
 GONE_S = 60.0  # a replica without a report for so long is dropped; with its next report it is back
 
 
@@ -70,36 +65,6 @@ class KnownProgram:
     age_s: float  # since it arrived
     live: int = 0  # turns in flight
     is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """Settings of a fleet. Times in seconds."""
-
-    mover: str = "cost"  # of MOVERS; "never": no program moves while its home is there
-    cooldown_s: float = 30.0  # between two moves of a program, at least
-    report_age_s: float = 3.0  # no new program, and no move, where the latest report is older
-    max_programs: int = MOST_PROGRAMS  # beyond this number the longest-idle ones are forgotten
-    program_idle_s: float = 3600.0  # a program without a turn for this long is forgotten
-
-    def __post_init__(self) -> None:
-        if self.mover not in MOVERS:
-            raise ConfigError(f"{PREFIX}mover is {self.mover!r}; it must be one of {', '.join(MOVERS)}")
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, str) and not (0 <= value < math.inf):
-                raise ConfigError(f"{PREFIX}{each.name} is {value!r}; it must be a number >= 0")
-        if self.max_programs < 1:
-            raise ConfigError(f"{PREFIX}max_programs is {self.max_programs!r}; it must be at least 1")
-
-    @classmethod
-    def load(cls, given: Mapping[str, Any]) -> FleetConfig:
-        """From a mapping of names without a prefix. Raises ConfigError."""
-        kinds = {each.name: str(each.type) for each in fields(cls)}
-        if gone := next((name for name in given if name in REMOVED), None):
-            raise ConfigError(f"{PREFIX}{gone} was removed: {REMOVED[gone]}; delete it")
-        refuse_unknown(given, kinds, PREFIX, "the fleet's settings")
-        return cls(**{name: parsed(PREFIX + name, value, kinds[name]) for name, value in given.items()})
 
 
 class RouteReason(Enum):
@@ -157,10 +122,15 @@ class ReplicaState:
 
 
 class Fleet:
-    """Replicas and programs. `key`: 1 to 64 bytes, the same wherever the hashes must be equal."""
+    """Replicas and programs. `key`: 1 to 64 bytes, the same wherever the hashes must be equal.
 
-    def __init__(self, config: FleetConfig, key: bytes) -> None:
-        self.config, self._key = config, key
+    `mover`: of MOVERS; "never": no program moves while its home is there. `cooldown_s`: between two moves of
+    a program, at least.
+    """
+
+    def __init__(self, key: bytes, mover: str = "cost", cooldown_s: float = 30.0) -> None:
+        self.mover, self.cooldown_s, self._key = mover, cooldown_s, key
+        self.most_programs = MOST_PROGRAMS
         self.replicas: dict[ReplicaId, ReplicaState] = {}
         self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
         self.homes: Counter[ReplicaId] = Counter()  # programs by home
@@ -223,15 +193,15 @@ class Fleet:
 
     def is_fresh(self, now_s: float, replica: ReplicaId) -> bool:
         """Whether the replica's report is new enough for new programs and moves."""
-        return now_s - self.replicas[replica].report.at_s <= self.config.report_age_s
+        return now_s - self.replicas[replica].report.at_s <= REPORT_AGE_S
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""
         homes = Counter(entry.home for entry in self.programs.values())
         if homes != +self.homes:
             raise InvariantError(f"programs by home({homes}) != counted({self.homes})")
-        if len(self.programs) > self.config.max_programs:
-            raise InvariantError(f"programs({len(self.programs)}) > max_programs({self.config.max_programs})")
+        if len(self.programs) > self.most_programs:
+            raise InvariantError(f"programs({len(self.programs)}) > most_programs({self.most_programs})")
         seen_s = [entry.seen_s for entry in self.programs.values()]
         if seen_s != sorted(seen_s):
             raise InvariantError("programs are not in the order in which they were seen")
@@ -254,8 +224,8 @@ class Fleet:
         home = there[entry.home]
         if entry.live or home.report.at_s <= entry.sent_s or not home.wait_s:
             return None
-        cools = now_s - entry.moved_s < self.config.cooldown_s
-        if cools or self.config.mover == "never" or not self.is_fresh(now_s, entry.home):
+        cools = now_s - entry.moved_s < self.cooldown_s
+        if cools or self.mover == "never" or not self.is_fresh(now_s, entry.home):
             return None
         gains_s = {
             name: home.wait_s - other.wait_s - COST_FACTOR * self._recompute_s(entry, other)
@@ -304,7 +274,7 @@ class Fleet:
         self.programs.move_to_end(known.program)
 
     def _add(self, now_s: float, program: ProgramId, home: ReplicaId, turns: int = 0) -> FleetProgram:
-        if len(self.programs) >= self.config.max_programs:
+        if len(self.programs) >= self.most_programs:
             self._forget(next(iter(self.programs.values())))
         entry = self.programs[program] = FleetProgram(program, home, now_s, now_s, turns)
         self.homes[home] += 1
@@ -323,6 +293,6 @@ class Fleet:
     def _forget_idle(self, now_s: float) -> None:
         while self.programs:
             entry = next(iter(self.programs.values()))
-            if now_s - entry.seen_s < self.config.program_idle_s:
+            if now_s - entry.seen_s < IDLE_S:
                 return
             self._forget(entry)

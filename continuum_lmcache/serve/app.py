@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import asdict, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -68,7 +68,11 @@ def deployment(settings: ServeSettings) -> serve.Deployment:
             DeploymentActorConfig(
                 name=STATE,
                 actor_class=ray.remote(FleetState),
-                init_kwargs={"config": asdict(settings.fleet), "key": settings.key},
+                init_kwargs={
+                    "mover": settings.mover,
+                    "cooldown_s": settings.cooldown_s,
+                    "key": settings.key,
+                },
                 actor_options={"num_cpus": 0, "max_concurrency": CALLS},
             )
         ],

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import PREFIX, FleetConfig
+from continuum_lmcache.fleet.fleet import MOVERS
 
 LEAST = {"replicas": 1, "gpus": 0, "cpus": 0, "lmcache_gb": 0, "lmcache_port": 1, "nodes": 1}
+LEAST |= {"cooldown_s": 0}
+OF_THE_FLEET = {"mover": "fleet.mover", "cooldown_s": "fleet.cooldown_s"}  # field -> its key
 KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 
@@ -33,12 +35,16 @@ class ServeSettings:
     lmcache_http_port: int = 5556  # there too
     nodes: int = 1  # with replicas
     key: str = field(default="", repr=False)  # of programs' names, hexadecimal; "": each deploy makes its own
-    fleet: FleetConfig = field(default_factory=FleetConfig)  # keys `fleet.NAME`: fleet/fleet.py has them
+    mover: str = "cost"  # or "never": no program moves while its home is there
+    cooldown_s: float = 30.0  # between two moves of a program, at least
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             if not getattr(self, name) >= least:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
+                key = OF_THE_FLEET.get(name, name)
+                raise ConfigError(f"{key} is {getattr(self, name)!r}; it must be at least {least}")
+        if self.mover not in MOVERS:
+            raise ConfigError(f"fleet.mover is {self.mover!r}; it must be one of {', '.join(MOVERS)}")
         if not KEY.fullmatch(self.key):
             raise ConfigError("key must be 32 to 128 hexadecimal digits, an even number of them")
 
@@ -61,14 +67,11 @@ class ServeSettings:
     @classmethod
     def of(cls, args: Mapping[str, object]) -> ServeSettings:
         """From text on a command line or values in YAML. Raises ConfigError with the problem."""
-        kinds = {each.name: str(each.type) for each in dataclasses.fields(cls) if each.name != "fleet"}
-        own = {name: value for name, value in args.items() if not name.startswith(PREFIX)}
-        refuse_unknown(own, kinds, "", "the arguments")
-        if not own.get("model"):
+        fields = {OF_THE_FLEET.get(each.name, each.name): each for each in dataclasses.fields(cls)}
+        refuse_unknown(args, fields, "", "the arguments")
+        if not args.get("model"):
             raise ConfigError("model is missing; pass model=NAME_OR_PATH")
-        given = {name.removeprefix(PREFIX): args[name] for name in args.keys() - own.keys()}
-        fleet = FleetConfig.load(given)
-        return cls(**{name: parsed(name, value, kinds[name]) for name, value in own.items()}, fleet=fleet)
+        return cls(**{fields[n].name: parsed(n, value, str(fields[n].type)) for n, value in args.items()})
 
 
 CONNECTOR = (

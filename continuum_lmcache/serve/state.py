@@ -13,10 +13,10 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, KnownProgram, ReplicaId, ReplicaReport, Route
+from continuum_lmcache.fleet.fleet import REPORT_AGE_S, Fleet, KnownProgram, ReplicaId, ReplicaReport, Route
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 
@@ -27,15 +27,15 @@ POLL_S = 0.02  # between two looks whether all replicas have reported
 class FleetState:
     """The actor's class. Its methods run in one event loop; times are this process's.
 
-    `config`: FleetConfig's fields; `key`: hexadecimal. Plain values: Ray converts others when it sends them.
+    `mover`, `cooldown_s`: Fleet's; `key`: hexadecimal. Plain values: Ray converts others when it sends them.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], key: str, now_s: Callable[[], float] = time.monotonic
+        self, mover: str, cooldown_s: float, key: str, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.now_s = now_s
         self.name = secrets.token_hex(8)  # another one after each restart
-        self.fleet = Fleet(FleetConfig.load(config), bytes.fromhex(key))
+        self.fleet = Fleet(bytes.fromhex(key), mover, cooldown_s)
         self._start_until_s = self.now_s() + START_WAIT_S
         self._restored: set[str] = set()  # replicas that have reported all their programs to this state
         self._properties: dict[ReplicaId, Mapping[str, Any]] = {}
@@ -87,5 +87,5 @@ class FleetState:
             "state": self.name,
             "replicas": sorted(replicas, key=lambda row: row.get("rank", math.inf)),
             "turns": {why.value: n for why, n in fleet.routes.items()},
-            "config": asdict(fleet.config),
+            "config": {"mover": fleet.mover, "cooldown_s": fleet.cooldown_s, "report_age_s": REPORT_AGE_S},
         }

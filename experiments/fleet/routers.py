@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.fleet import Fleet, ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
@@ -127,7 +127,7 @@ class Ours:
     """The product's fleet, with the product's reports: of each REPORT_S, and as a turn ends."""
 
     def __init__(self, mover: str) -> None:
-        self.fleet = Fleet(FleetConfig(mover=mover, cooldown_s=COOL_S), b"simulated")
+        self.fleet = Fleet(b"simulated", mover, COOL_S)
         self._programs: dict[int, ReplicaPrograms] = {}
         self._reported_s = -REPORT_S
 
