@@ -64,22 +64,17 @@ def page_with(samples: Mapping[str, float]) -> MetricsPage:
 
 
 @contextmanager
-def metrics_server(pages: Sequence[str], **answers: Any) -> Iterator[str]:
-    """Serves each page of /metrics once, the last one always, and `answers` as JSON by path."""
+def metrics_server(pages: Sequence[str]) -> Iterator[str]:
+    """Serves each page of /metrics once, the last one always."""
     left = list(pages)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            name = self.path.removeprefix("/").partition("?")[0].replace("/", "_")
-            known = name == "metrics" or name in answers
-            text = (
-                (left.pop(0) if len(left) > 1 else left[0])
-                if name == "metrics"
-                else json.dumps(answers.get(name))
-            )
-            self.send_response(200 if known else 404)
+            is_known = self.path.partition("?")[0] == "/metrics"
+            self.send_response(200 if is_known else 404)
             self.end_headers()
-            self.wfile.write(text.encode())
+            if is_known:
+                self.wfile.write((left.pop(0) if len(left) > 1 else left[0]).encode())
 
         def log_message(self, *_: object) -> None:
             """Quiet."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.console.metrics_page import page_of
-from continuum_lmcache.console.status import server_status
+from continuum_lmcache.console.status import status_of
 from continuum_lmcache.errors import ServerError
 
 
@@ -129,59 +129,13 @@ values = st.sampled_from(["1", "nan", "-inf", "1e999", "", "one", '"', "1 2 3", 
 def test_any_answer_is_read_or_refused(lines: list[tuple[str, str]], tail: str) -> None:
     text = "".join(f"{name} {value}\n" for name, value in lines) + tail
     try:
-        server_status("http://h", page_of(text, "http://h"))
+        status_of("http://h", page_of(text, "http://h"))
     except ServerError as refused:
         assert str(refused).startswith("http://h/metrics")
 
 
-def fleet(**figures: object) -> dict[str, object]:
-    """The report of a fleet of two replicas."""
-    row = {
-        "report_age_seconds": 0.2,
-        "programs": 3,
-        "requests": 1,
-        "wait_seconds": 0.0,
-    }
-    replicas = [{"rank": rank, "replica": f"name-{rank}", **row} for rank in (0, 1)]
-    report = {"replicas": replicas, "config": {"report_age_s": 3.0}}
-    return report | {"turns": {"home": 9, "first": 6}} | figures
-
-
-def test_a_fleet_is_shown_with_each_of_its_replicas(command: Command) -> None:
-    quiet = page(QUIET)
-    with metrics_server([quiet], fleet=fleet()) as url:
-        ran = command("status", url)
-        printed = command("status", url, "--json").json
-    assert ran.status == 0 and "a fleet of 2 replicas" in ran.out and "9 home, 6 first" in ran.out
-    assert f"{url}, replica 0: continuum" in ran.out and f"{url}, replica 1: continuum" in ran.out
-    assert [one["name"] for one in printed["replicas"]] == [f"{url}, replica {n}" for n in (0, 1)]
-    assert printed["ok"] and printed["fleet"]["turns"] == {"home": 9, "first": 6}
-
-
-def test_a_replica_that_reports_nothing_is_named(command: Command) -> None:
-    row = {**fleet()["replicas"][0], "report_age_seconds": 40.0}  # type: ignore[index]
-    with metrics_server([page(QUIET)], fleet=fleet(replicas=[row])) as url:
-        ran = command("status", url)
-        printed = command("status", url, "--json").json
-    assert ran.status == 1 and "WARNING fleet-silent-replica: replica 0 has not reported for 40 s" in ran.out
-    assert [each["severity"] for each in printed["findings"]] == ["warning"] and not printed["ok"]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"replicas": [1]},
-        {"replicas": [{}]},
-        {"replicas": [fleet()["replicas"][0] | {"rank": "a"}]},  # type: ignore[index]
-        {"config": {}},
-        {"config": 3},
-        {"turns": ["home"]},
-        {"turns": {"home": "all"}},
-    ],
-)
-def test_another_services_page_at_the_same_path_is_no_fleet(
-    command: Command, other: dict[str, object]
-) -> None:
-    with metrics_server([page(QUIET)], fleet=fleet(**other)) as url:
-        ran = command("status", url)
-    assert ran.status == 0 and "fleet" not in ran.out
+def test_a_replica_of_a_fleet_is_asked_by_its_rank(command: Command) -> None:
+    with metrics_server([page(QUIET)]) as url:
+        ran = command("status", url, "--replica", "1")
+        assert ran.out.startswith(f"{url}, replica 1: continuum is on") and ran.status == 0
+        assert "/metrics?replica=1: HTTP 404" in command.refused("status", url + "/other", "--replica", "1")

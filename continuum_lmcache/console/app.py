@@ -115,11 +115,14 @@ def estimate(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="base URL of a vLLM server or a fleet, without /v1")],
+    url: Annotated[str, typer.Argument(help="base URL of a vLLM server, without /v1")],
+    replica: Annotated[int | None, typer.Option(min=0, help="of a fleet on Ray Serve: its rank")] = None,
     as_json: Json = False,
 ) -> None:
     """Whether continuum is on, what it brings, and what is wrong. Exit status 1: off, or wrong."""
-    found = statuses.status_of(url.rstrip("/").removesuffix("/v1"))
+    at = url.rstrip("/").removesuffix("/v1")
+    name = at if replica is None else f"{at}, replica {replica}"
+    found = statuses.status_of(name, scrape(at, replica))
     if as_json:
         print(json.dumps(found, indent=1, default=plain))
     else:

@@ -1,11 +1,10 @@
-"""Reads a running server's HTTP pages. Answers are checked; a missing metric is None."""
+"""Reads a running server's /metrics. The answer is checked; a missing metric is None."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from continuum_lmcache.errors import ServerError
 
 TIMEOUT_S = 10.0
-OF_A_REPLICA = ("rank", "report_age_seconds", "programs", "requests", "wait_seconds")  # in /fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +44,15 @@ class MetricsPage:
 
 
 def scrape(url: str, replica: int | None = None) -> MetricsPage:
-    """The server's /metrics; `replica`: of one in a fleet (docs/ray.md). Raises ServerError."""
+    """The server's /metrics, with the API key of VLLM_API_KEY, if it is set. `replica`: of one in a fleet
+    (docs/ray.md). Raises ServerError."""
     path = "/metrics" if replica is None else f"/metrics?replica={replica}"
-    response = get(url, path)
+    key = os.environ.get("VLLM_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = httpx.get(url + path, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error
     if response.status_code == httpx.codes.UNAUTHORIZED:
         raise ServerError(f"{url}{path}: the server asks for its API key; set VLLM_API_KEY to it")
     if response.status_code != httpx.codes.OK:
@@ -66,30 +70,3 @@ def page_of(text: str, url: str) -> MetricsPage:
     if not any(name.startswith("vllm:") for name, _, _ in page.samples):
         raise ServerError(f"{url}/metrics has no vllm: metrics; give a vLLM server's base URL, without /v1")
     return page
-
-
-def fleet_at(url: str) -> Mapping[str, Any] | None:
-    """The report of a fleet on Ray Serve, at /fleet (docs/ray.md). None: it is one server, not a fleet.
-
-    Raises ServerError if none answers, or the fleet's state does not.
-    """
-    response = get(url, "/fleet")
-    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        raise ServerError(f"{url}/fleet: {response.text[:200]}")
-    try:
-        report: Mapping[str, Any] = response.json()
-        numbers = [row[field] for row in report["replicas"] for field in OF_A_REPLICA]
-        numbers += [report["config"]["report_age_s"], *report.get("turns", {}).values()]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    return report if response.is_success and all(isinstance(one, int | float) for one in numbers) else None
-
-
-def get(url: str, path: str) -> httpx.Response:
-    """GET with the API key of VLLM_API_KEY, if it is set. Raises ServerError if nothing answers."""
-    key = os.environ.get("VLLM_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        return httpx.get(url + path, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error

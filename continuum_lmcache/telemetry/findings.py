@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 
@@ -19,22 +20,15 @@ class Severity(Enum):
 class Finding:
     """The result of one check."""
 
-    name: str  # low cardinality: "memory-full"
     severity: Severity
+    name: str  # low cardinality: "memory-full"
     evidence: str  # the observation, with its numbers and units
     remedy: str  # what to do
 
 
-def error(name: str, evidence: str, remedy: str) -> Finding:
-    return Finding(name, Severity.ERROR, evidence, remedy)
-
-
-def warning(name: str, evidence: str, remedy: str) -> Finding:
-    return Finding(name, Severity.WARNING, evidence, remedy)
-
-
-def note(name: str, evidence: str, remedy: str) -> Finding:
-    return Finding(name, Severity.NOTE, evidence, remedy)
+error = partial(Finding, Severity.ERROR)
+warning = partial(Finding, Severity.WARNING)
+note = partial(Finding, Severity.NOTE)
 
 
 def plain(value: Any) -> Any:
