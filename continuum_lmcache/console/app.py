@@ -26,6 +26,7 @@ from typer.exceptions import TyperException
 from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
+from continuum_lmcache.console import report as reports
 from continuum_lmcache.console import status as statuses
 from continuum_lmcache.console.health_rules import policy, would_help
 from continuum_lmcache.console.metrics_page import scrape
@@ -134,13 +135,11 @@ def status(
 def report(
     run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
     other: Annotated[Path | None, typer.Argument(help="a second one, shown beside it")] = None,
-    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
-    program: Annotated[
-        str, typer.Option(help="instead of a page, every event and decision of this one")
-    ] = "",
+    out: Annotated[Path | None, typer.Option(help="an HTML page to write the same to")] = None,
+    program: Annotated[str, typer.Option(help="instead, every event and decision of this one")] = "",
     as_json: Json = False,
 ) -> None:
-    """What happened in a recorded run, as one HTML page that needs no network; or in two, side by side."""
+    """What happened in a recorded run, or in two: what each program did and when, and all figures."""
     if program:
         print(*story(run, program), sep="\n")
         return
@@ -149,13 +148,9 @@ def report(
         found = [{"name": one.name, "summary": summary(one), **figures(one)} for one in runs]
         print(json.dumps({"schema": 1, "runs": found}, indent=1))
         return
-    from continuum_lmcache.report.page import page  # plotly is an extra and takes a second
-
-    text = page(runs)
-    out.write_text(text, encoding="utf-8")
-    for one in runs:
-        print(f"{one.name}: {summary(one)}")
-    print(f"wrote {out}: {len(text) / 1e6:.1f} MB, no network needed")
+    if out is not None:
+        reports.write_page(runs, out)
+    reports.show(runs, Console())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

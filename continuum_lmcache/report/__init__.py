@@ -1,1 +1,0 @@
-"""The HTML page on recorded runs. Needs plotly."""
