@@ -14,8 +14,8 @@ from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import MOVERS
 
-LEAST = {"replicas": 1, "gpus": 0, "cpus": 0, "lmcache_gb": 0, "lmcache_port": 1, "nodes": 1}
-LEAST |= {"cooldown_s": 0}
+AT_LEAST_0 = ("gpus", "cpus", "lmcache_gb", "cooldown_s")
+AT_LEAST_1 = ("replicas", "lmcache_port", "nodes")
 OF_THE_FLEET = {"mover": "fleet.mover", "cooldown_s": "fleet.cooldown_s"}  # field -> its key
 KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
@@ -39,7 +39,8 @@ class ServeSettings:
     cooldown_s: float = 30.0  # between two moves of a program, at least
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
+        for name in (*AT_LEAST_0, *AT_LEAST_1):
+            least = int(name in AT_LEAST_1)
             if not getattr(self, name) >= least:
                 key = OF_THE_FLEET.get(name, name)
                 raise ConfigError(f"{key} is {getattr(self, name)!r}; it must be at least {least}")
