@@ -1,4 +1,4 @@
-"""`--api-server-count 2`: two front-ends share one engine's programs and its figures.
+"""`--api-server-count 2 --data-parallel-size 2`: two front-ends and two engines share programs and figures.
 
 One server. Each request has a connection of its own, so that either front-end may take it.
 """
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.real
 PROGRAMS = 24
 TTL_S = 600.0
 ARGS = ("--max-model-len", "1024", "--num-gpu-blocks-override", "96", "--scheduling-policy", "continuum")
-TWO = ("--api-server-count", "2", "--api-key", "key-of-ann", "key-of-bob")
+TWO = ("--api-server-count", "2", "--data-parallel-size", "2", "--gpu-memory-utilization", "0.3")
+KEYS = ("--api-key", "key-of-ann", "key-of-bob")
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,16 @@ class Pair(Server):
     def pins_held(self) -> float:
         return self.pins("taken") - sum(self.pins(end.value) for end in PinEnd)
 
-    def recording(self) -> str:
-        """The recording that the engine writes on SIGUSR1."""
-        path = self.folder / "run" / "scheduler_timestamps"
-        path.unlink(missing_ok=True)
-        (engine,) = [it for it in processes(self.url) if "EngineCore" in " ".join(it.cmdline())]
-        engine.send_signal(signal.SIGUSR1)
-        wait_for(path.exists, "a recording after SIGUSR1", every_s=0.05)
-        return path.read_text()
+    def recordings(self) -> str:
+        """What the engines write on SIGUSR1."""
+        paths = [self.folder / "run" / f"scheduler_timestamps{rank}" for rank in ("", "_dp1")]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for process in processes(self.url):
+            if "EngineCore" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: all(path.exists() for path in paths), "recordings after SIGUSR1", every_s=0.05)
+        return "".join(path.read_text() for path in paths)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     env |= {"CONTINUUM_MAX_TTL_S": str(TTL_S), "CONTINUUM_RUN_OUTPUT_DIR": str(folder / "run")}
     env["CONTINUUM_RECORD_IDS"] = "true"
     env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "figures")
-    with serve(model, [*ARGS, *TWO], log=folder / "server.log", env=env) as url:
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    with serve(model, [*ARGS, *TWO, *KEYS], log=folder / "server.log", env=env, start_s=700) as url:
         yield Pair(url, folder, key="key-of-ann")
 
 
@@ -83,6 +87,8 @@ def test_a_program_keeps_its_pin_whichever_front_end_takes_its_turns(server: Pai
     server.usage_becomes(PROGRAMS / 95)
     assert server.metric("continuum_programs") == PROGRAMS
     assert [n for n in server.answered() if n] == [PROGRAMS, PROGRAMS], "each took half of the turns"
+    by_engine = [server.metric("vllm:request_success_total", engine=rank) for rank in "01"]
+    assert min(by_engine) > 0 and all(n % 2 == 0 for n in by_engine), "no program was on both engines"
 
 
 def front_ends(server: Server) -> list[psutil.Process]:
@@ -115,6 +121,6 @@ def test_a_program_stays_with_its_key_whichever_front_end_takes_its_turns(server
         return server.pins("reused"), server.pins_held()
 
     wait_for(lambda: pins() == (reused + 1, held - 1), "its pin was reused", every_s=0.1)
-    assert "shared" in server.recording()
+    assert "shared" in server.recordings()
     written = b"".join(path.read_bytes() for path in server.folder.rglob("*") if path.is_file())
     assert b"key-of" not in written, "neither the log, nor a recording, nor a figure holds a key"
