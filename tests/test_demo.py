@@ -19,13 +19,12 @@ from experiments.demo_scenario import (
     pressure,
     rate,
 )
-from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, refuse_failures, with_tiers
+from experiments.demo_servers import CONTINUUM, FCFS, refuse_failures, with_tiers
 from experiments.driver import TurnRecord
 from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
 from experiments.server import ServerError
 from experiments.sweep import conditions
-from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 WORK = Work.of(demo.workload(None, 1).programs(), limited=False)
 MACHINES = {  # seconds to a server's start, a turn alone, and work a second
@@ -45,16 +44,6 @@ def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, ar
     return TurnRecord(
         program, turn, of_turns, arrive_s, arrive_s, first_s, done_s, prompt, output, None, 0.0, error
     )
-
-
-def test_the_demo_draws_agents_programs_none_much_longer_than_the_middle_one():
-    chosen = replace(demo.workload(None, 1), max_context_tokens=None, jps=1.0)
-    programs = chosen.programs()
-    assert chosen.name == "agents-claude-code, first 10 turns" and len(programs) == demo.DRAWN
-    assert max(len(p.turns) for p in programs) == demo.MOST_TURNS
-    assert all(p.turns[-1].gap_s is None for p in programs)
-    contexts = sorted(p.context_tokens for p in programs)
-    assert contexts[-1] <= 3 * contexts[len(contexts) // 2]
 
 
 def test_on_any_machine_twice_as_many_programs_come_as_it_finishes(machine):
@@ -89,51 +78,12 @@ def test_all_servers_start_and_replay_within_the_time_that_is_left(name):
     assert 3 * (START_FACTOR * MACHINES[name].start_s + scenario.limit_s) <= LEFT_S
 
 
-def test_a_machine_that_is_too_slow_for_that_takes_longer_and_cuts_no_program_off():
-    scenario = pressed(MACHINES["slow, at half its speed"], WORK, LEFT_S, 3)
-    assert scenario.limit_s > scenario.programs / scenario.capacity_jps
-
-
-def test_a_faster_machine_gets_more_and_longer_programs_faster():
-    fast, slow = (pressed(MACHINES[name], WORK, LEFT_S, 3) for name in ("fast", "slow"))
-    assert fast.programs > slow.programs and fast.jps > slow.jps
-    assert fast.window_tokens > slow.window_tokens and fast.time_scale < slow.time_scale
-
-
-def test_a_trace_of_few_programs_is_used_up_and_not_asked_for_more():
-    scenario = pressed(MACHINES["fast"], replace(WORK, programs=5), LEFT_S, 3)
-    assert scenario.programs == 5
-
-
-def test_the_scenarios_sizes_are_those_of_the_small_model():
-    assert KV_BYTES_PER_TOKEN["float32"] == 2 * KV_BYTES_PER_TOKEN["bfloat16"]
-
-
-def test_the_machine_is_measured_with_a_program_of_several_turns():
-    chosen = demo.workload(None, 1)
-    (program,) = replace(chosen, count=1, seed=demo_servers.alone_seed(chosen)).programs()
-    assert len(program.turns) >= demo_servers.ALONE_TURNS
-
-
 def test_a_trace_without_a_program_of_several_turns_is_an_error(tmp_path):
     trace = tmp_path / "trace.jsonl"
     turn = {"input_tokens": 9, "new_tokens": 9, "output_tokens": 1}
     trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": [turn]}) + "\n")
     with pytest.raises(TraceError, match="none has 3 turns"):
         demo_servers.alone_seed(demo.workload(trace, 1))
-
-
-def test_the_baselines_keep_lmcaches_own_connector_and_server(tmp_path):
-    mp = MpProcess(0.1, tmp_path, tmp_path / "log", module=False)
-    for who in (FCFS, ORDER):
-        config = who.transfer_config(mp)
-        assert config["kv_connector"] == "LMCacheMPConnector"
-        assert config["kv_connector_module_path"].startswith("vllm.")
-        assert "connectors" not in " ".join(mp.command()) and not who.is_ours
-    assert FCFS.scheduling == "fcfs"
-    assert not any(
-        key.startswith("continuum") for key in FCFS.transfer_config(mp)["kv_connector_extra_config"]
-    )
 
 
 def test_continuum_differs_from_the_baselines_in_its_connector_its_module_and_its_own_settings(tmp_path):
@@ -239,27 +189,6 @@ def test_the_readme_shows_the_chief_rows_of_the_demos_page_unedited():
     page = (root / "experiments/records/demo/comparison.md").read_text().partition("\n![figure]")[0]
     readme = (root / "README.md").read_text()
     assert demo_report.filled(readme, demo_report.excerpt(page)) == readme
-
-
-def test_pressure_that_did_not_hold_is_reported_in_the_readme_too():
-    failed = "**The pressure did not hold**, by what fcfs met: ...\n\n- arrivals: 1.0 (**not 2**)\n"
-    page = (
-        f"gain\n\ncaption\n\n|  | a |\n|---|---:|\n| job time mean, s | 1 |\n| pins taken | 2 |\n\n{failed}"
-    )
-    shown = demo_report.excerpt(page)
-    assert failed in shown and "job time mean" in shown and "pins taken" not in shown
-
-
-def test_too_little_room_for_lmcaches_tiers_is_an_error_that_says_what_to_do(tmp_path):
-    with pytest.raises(ServerError, match="--shm-size"):
-        check_room(tmp_path, 1e18)
-
-
-def test_an_lmcache_server_that_died_ends_the_demo_with_the_end_of_its_log(tmp_path):
-    mp = MpProcess(0.1, tmp_path, tmp_path / "lmcache.log")
-    mp.log.write_text("the last words\n")
-    with pytest.raises(ServerError, match="does not answer(.|\n)*the last words"):
-        mp.hits()
 
 
 def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_servers_log(tmp_path):

@@ -9,12 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.errors import TraceError
-from experiments.offload_sweep import main
 from experiments.sim.fitted_programs import generate, pool, shapes
 from experiments.sim.trace_programs import FITTED, half
-from experiments.sweep import trace_goals
-from experiments.sweep.grids import Size
 
 NAMES = tuple(shapes())
 
@@ -26,11 +22,6 @@ def test_fitted_programs_are_there_without_the_traces(
     monkeypatch.setenv("TRACES_DIR", str(tmp_path / "none"))
     programs = half(name, FITTED)
     assert len(programs) == len({p.program_id for p in programs}) > 100
-
-
-def test_a_trace_that_nothing_was_fitted_to_is_refused() -> None:
-    with pytest.raises(TraceError, match="no generator was fitted to 'chat'"):
-        half("chat", FITTED)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -48,14 +39,3 @@ def test_a_seed_gives_the_same_programs_and_another_others(name: str) -> None:
     shape = shapes()[name]
     assert generate(shape, name, 5, 1) == generate(shape, name, 9, 1)[:5]
     assert [p.turns for p in generate(shape, name, 5, 1)] != [p.turns for p in generate(shape, name, 5, 2)]
-
-
-def test_the_goals_table_of_fitted_programs_has_every_agent_and_no_chat() -> None:
-    points = trace_goals.points(Size.DEFAULT, FITTED, [3], ["a100"])
-    assert {point.workload for point in points} == {f"trace:{name}:fitted" for name in NAMES}
-    assert {trace_goals.name_of(point) for point in points} >= {"a100, bfcl, none, 1"}
-
-
-def test_an_unknown_half_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="known: tune, report, fitted"):
-        main(["traces"], half="thirds", out=tmp_path)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 
@@ -23,8 +22,7 @@ from experiments.fleet.routers import (
     fewest_requests,
 )
 from experiments.fleet.run import FleetResult, FleetSetup, Moved, run_fleet
-from experiments.fleet.table import HEADER, main, programs_of
-from experiments.fleet.workloads import BURST, CALM, bursts, skewed
+from experiments.fleet.table import HEADER, main
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from tests.test_sim import A100, DRAM, SMALL, a_program, many_programs
@@ -125,12 +123,6 @@ def test_one_replica_behind_a_router_gives_the_simulation_of_one_engine() -> Non
     assert run_fleet(programs, FleetSetup(setup, speeds=(1.0,)), InTurn()).result == simulate(programs, setup)
 
 
-def test_a_slow_replica_takes_longer_for_the_same_steps() -> None:
-    program = [a_program("p", turns=1)]
-    fast, slow = (run_fleet(program, FleetSetup(SMALL, speeds=(s,)), InTurn()) for s in (1.0, 0.5))
-    assert slow.result.mean_job_s == pytest.approx(2 * fast.result.mean_job_s)
-
-
 def test_a_program_that_is_sent_elsewhere_moves_and_its_engine_learns_that_it_has_started() -> None:
     router = InTurn()
     found = run_fleet([a_program("p", turns=3)], TWO, router)
@@ -151,31 +143,6 @@ def test_kv_follows_a_program_over_the_link_and_costs_its_bytes() -> None:
 # programs -----------------------------------------------------------------------
 
 
-def test_a_tenth_of_the_skewed_programs_has_most_of_the_tokens() -> None:
-    mass = sorted((sum(t.input_tokens for t in p.turns) for p in skewed(1000, 1)), reverse=True)
-    assert 0.58 < sum(mass[:100]) / sum(mass) < 0.72
-
-
-def test_tool_gaps_are_those_of_the_trace_up_to_two_minutes() -> None:
-    gaps_s = [t.gap_s for p in skewed(500, 1) for t in p.turns[:-1] if t.gap_s is not None]
-    assert np.quantile(gaps_s, [0.25, 0.5, 0.9]) == pytest.approx([0.69, 1.6, 44.0], rel=0.2)
-    assert max(gaps_s) == 120.0
-
-
-def test_arrivals_come_in_bursts_at_the_rate_that_was_asked_for() -> None:
-    programs = bursts(skewed(50, 1) * 40, 1.0, seed=1)
-    waits_s = np.diff([p.arrival_s for p in programs])
-    assert np.mean(waits_s) == pytest.approx(1.0, rel=0.15)
-    assert np.std(waits_s) > 1.15 * np.mean(waits_s), "a Poisson process has 1"
-    assert (CALM[0] * CALM[1] + BURST[0] * BURST[1]) / (CALM[1] + BURST[1]) == pytest.approx(1.0)
-
-
-def test_twice_the_load_is_the_same_programs_twice_as_fast() -> None:
-    slow, fast = (programs_of(50, rho, 1) for rho in (0.5, 1.0))
-    assert [p.turns for p in slow] == [p.turns for p in fast]
-    assert slow[10].arrival_s == pytest.approx(2 * fast[10].arrival_s, rel=0.5)
-
-
 # figures ------------------------------------------------------------------------
 
 
@@ -193,12 +160,6 @@ def test_a_move_is_right_unless_its_program_moves_again_within_five_turns() -> N
     assert result().accurate_share() == result(first, late).accurate_share() == 1.0
     assert result(first, soon).accurate_share() == 0.5
     assert result(first, other).accurate_share() == 1.0
-
-
-def test_two_moves_of_one_program_within_the_cooldown_are_thrash() -> None:
-    first = Moved(10.0, "p", 2)
-    assert result(first, replace(first, at_s=39.9), replace(first, program="q")).thrash() == 1
-    assert result(first, replace(first, at_s=40.0)).thrash() == 0
 
 
 def test_the_command_prints_one_line_for_each_router_and_engine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
 import psutil
-import torch
-from tokenizers import Tokenizer
 from typer.testing import CliRunner
 from waiting import PATIENCE_S
 
 from experiments import exactness, gpu_check
 from experiments.gpu import agents, page, place
 from experiments.gpu_check import STAGES, app, run_stage
-from experiments.workload import growing
-from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
 
 
 def figures(worst_token: float, worst_turn: float) -> dict[str, float]:
@@ -45,48 +38,6 @@ def test_a_turn_twice_as_far_off_as_rounding_makes_it_is_a_failure() -> None:
     assert "off by 0.41" in said
 
 
-def test_tokens_are_judged_turn_by_turn() -> None:
-    story = SimpleNamespace()
-    off = [0.0] * exactness.OUTPUT_TOKENS + [1.0] * exactness.OUTPUT_TOKENS
-    turns = exactness.turns_off([story], lambda _: off)
-    assert exactness.figures_of(turns) | {"median": 0} == {
-        "turns": 2,
-        "tokens": len(off),
-        "median": 0,
-        "worst_token": 1.0,
-        "worst_turn": 1.0,
-    }
-
-
-@pytest.mark.parametrize("grid", [QUICK, CPU, GPU_QUICK, GPU], ids=["quick", "cpu", "gpu-quick", "gpu"])
-def test_a_grid_has_points_enough_for_a_steps_five_terms(grid: Grid) -> None:
-    alone = [n for n, _ in grid.prefills if n <= grid.largest_chunk]
-    steps = math.prod(map(len, (grid.step_chunks, grid.step_contexts, grid.step_batches)))
-    assert len(alone) + steps > 5
-    assert len(set(grid.step_batches)) > 1, "what a sequence costs is not told from what a step costs"
-
-
-def test_the_8b_shape_has_a_tokenizer_of_as_many_ids(tmp_path: Path) -> None:
-    folder = place.shape_only(tmp_path / "shape")
-    known = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    config = json.loads((folder / "config.json").read_text())
-    assert known.get_vocab_size() == config["vocab_size"] == 128256
-    assert known.decode([127_000]) == known.id_to_token(127_000) != ""
-
-
-def test_as_many_servers_start_together_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    def memory(gb: float) -> None:
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gb * 1e9))
-        )
-
-    memory(150.7)
-    assert [len(group) for group in agents.groups(place.GPU)] == [3, 2]
-    memory(85.0)
-    assert {len(group) for group in agents.groups(place.GPU)} == {1}
-    assert {len(group) for group in agents.groups(place.CPU)} == {1}
-
-
 @pytest.mark.parametrize("where", [place.CPU, place.GPU], ids=["cpu", "gpu"])
 def test_the_agents_programs_fit_the_window_and_so_many_sessions_do_not_fit_the_memory(
     where: place.Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -97,11 +48,6 @@ def test_the_agents_programs_fit_the_window_and_so_many_sessions_do_not_fit_the_
     assert max(program.context_tokens for program in chosen) <= where.window_tokens
     mean_tokens = fmean(turn.context_tokens for program in chosen for turn in program.turns)
     assert max(where.sessions) * mean_tokens > where.kv_tokens > 4 * mean_tokens
-
-
-def test_programs_of_the_pairs_fit_the_memory_many_times_over() -> None:
-    program = growing("p", agents.PAIR_TOKENS, agents.PAIR_OUTPUTS, agents.PAIR_GAP_S)
-    assert 3 * max(agents.LEVEL_SESSIONS) * program.context_tokens < place.GPU.kv_tokens
 
 
 def test_a_stage_that_outlives_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
@@ -122,12 +68,6 @@ def test_what_a_stage_started_ends_with_it() -> None:
     assert not alive
 
 
-def test_a_stage_that_raises_leaves_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    row = run_stage("versions", place.GPU, tmp_path, limit_s=600)
-    assert "FileNotFoundError" in row["failed"] and "ended with 1" in row["failed"]
-
-
 def test_after_every_stage_the_page_has_it_and_those_that_ran_before(tmp_path: Path) -> None:
     (tmp_path / "cost.json").write_text(json.dumps({"failed": "no cores", "seconds": 3.0}))
     ran = CliRunner().invoke(app, ["--only", "versions", "--out", str(tmp_path)])
@@ -145,18 +85,6 @@ def test_the_queues_next_stage_is_the_first_that_has_not_passed(tmp_path: Path) 
     assert gpu_check.unfinished(tmp_path)[0] == "native"
 
 
-def test_nothing_runs_where_the_queue_is_empty(tmp_path: Path) -> None:
-    for name in STAGES:
-        (tmp_path / f"{name}.json").write_text(json.dumps({"failed": "", "seconds": 3.0}))
-    ran = CliRunner().invoke(app, ["--queue", "--out", str(tmp_path)])
-    assert ran.exit_code == 0 and "every stage has passed" in ran.output
-
-
-def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["--only", "exakt", "--out", str(tmp_path)])
-    assert ran.exit_code == 2 and "exakt" in ran.output and "rounding" in ran.output
-
-
 def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_path: Path) -> None:
     fcfs = {"tpot_s": 0.004, "first_ttft_s": 0.1, "later_ttft_s": 0.02}
     pairs = [{"sessions": 4, "pair": 0, "continuum": fcfs | {"tpot_s": 0.005}, "fcfs": fcfs}]
@@ -168,24 +96,3 @@ def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_pat
     text = (tmp_path / "gpu-check.md").read_text()
     assert "| 4 | a token | 4.00 | 5.00 | 1.2500 |" in text
     assert "| 24 | fcfs | 320 (311) |" in text and "| 24 | continuum | no time was left |" in text
-
-
-def test_stages_fit_the_default_limit_on_a_card() -> None:
-    side_by_side = gpu_check.groups(place.GPU, list(STAGES))
-    longest_s = sum(max(STAGES[name].limit_s for name in group) for group in side_by_side)
-    assert longest_s <= 60 * inspect.signature(gpu_check.main).parameters["minutes"].default + 60
-    assert min(stage.limit_s for stage in STAGES.values()) > gpu_check.LEAST_S
-
-
-def test_on_a_card_stages_that_judge_tokens_run_side_by_side_and_timed_ones_alone() -> None:
-    tokens_stages = ["exact", "native", "rounding"]
-    assert gpu_check.groups(place.GPU, list(STAGES)) == [
-        ["versions"], tokens_stages, ["profile"], ["agents"], ["simulated"], ["cost"]
-    ]  # fmt: skip
-    assert gpu_check.groups(place.CPU, list(STAGES)) == [[name] for name in STAGES]
-
-
-def test_no_two_loads_on_one_server_send_the_same_prompts() -> None:
-    """A cache would hold the second one's, and the server that came first would look slower."""
-    seeds = [agents.selection(Path("programs.jsonl"), count).seed for count in place.GPU.sessions]
-    assert len(set(seeds)) == len(seeds)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from experiments.overhead import STEPS, TOOL, TURNS, TimedTurns, lines, one_clock, step_costs, turn_costs
+from experiments.overhead import TOOL, TURNS, TimedTurns, lines, one_clock, turn_costs
 
 
 def test_a_difference_is_of_medians_of_one_repeat_and_stands_beside_its_goal() -> None:
@@ -17,14 +17,6 @@ def test_a_difference_is_of_medians_of_one_repeat_and_stands_beside_its_goal() -
         stock, ours = lines("a step", [calm, slow, jolt], goal_ms)
         assert stock == ["a step", "stock", "90.000", "0.000 (0.000 to 0.000)", ""]
         assert ours == ["a step", "ours", "180.000", "9.000 (0.000 to 90.000)", held]
-
-
-def test_all_contenders_take_their_steps_in_one_process_beside_turns_that_wait() -> None:
-    repeats = step_costs(running=3, waiting=4, rounds=5, repeats=2)
-    assert [{name: len(costs) for name, costs in repeat.items()} for repeat in repeats] == [
-        dict.fromkeys(STEPS, 5)
-    ] * 2
-    assert all(cost_ms > 0 for repeat in repeats for costs in repeat.values() for cost_ms in costs)
 
 
 def test_a_finished_turn_is_timed_with_its_tool_named_and_read_off_its_text() -> None:

@@ -14,7 +14,7 @@ import pytest
 from continuum_lmcache.retention.policies import POLICIES
 from experiments.client import Client
 from experiments.driver import Plan, run
-from experiments.offload_sweep import TIERS, Engine, Wanted, cases_of, main, wanted
+from experiments.offload_sweep import Wanted, cases_of, wanted
 from experiments.peers import install, live, settings
 from experiments.sim.sessions import play
 from experiments.sweep import simulated
@@ -22,8 +22,6 @@ from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WAR
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
-from experiments.sweep.rows import LIVE, Rows
-from experiments.sweep.runner import named
 from experiments.workload import Program, TurnSpec
 from tests.openai_server import FakeServer
 from tests.waiting import PATIENCE_S
@@ -51,12 +49,6 @@ def test_a_peers_settings_have_what_this_machines_decode_steps_take(batch: int) 
     step_s = told["decode_step_fixed_seconds"] + batch * told["decode_step_seconds_per_request"]
     step_s += batch * 1000 * told["decode_step_seconds_per_context_token"]
     assert step_s == pytest.approx(MACHINE.seconds([(1, 1000)] * batch))
-
-
-def test_a_warm_router_is_the_documented_one_with_a_smaller_window() -> None:
-    cold, warm = (settings.router(MACHINE, 15_360, window) for window in (None, settings.WARM_WINDOW))
-    assert warm == cold | {"stats_window_size": settings.WARM_WINDOW}
-    assert cold["token_capacity_per_dp_rank"] == 15_360
 
 
 def test_a_program_names_itself_to_a_peer_in_its_own_field_and_in_no_other() -> None:
@@ -91,35 +83,6 @@ def test_a_contender_that_is_not_installed_is_left_out_with_the_reason(
     assert MICHI in {case.contender for case in simulated_too}
 
 
-@pytest.mark.parametrize(("figure", "of_a_seed"), [("peers", 2 * 6), ("agents", 2 * 2 * 7)])
-def test_who_goes_first_changes_with_the_seed_and_each_case_has_a_folder_of_its_own(
-    figure: str, of_a_seed: int
-) -> None:
-    cases = [c for c in LIVE_PLANS[figure].cases(Size.FULL, [3, 4, 5, 6, 7]) if isinstance(c, Live)]
-    first = {case.seed: case.contender for case in reversed(cases)}
-    assert len(set(first.values())) == 5
-    assert len({named(case) for case in cases}) == len(cases) == 5 * of_a_seed
-
-
-def test_a_trace_is_chosen_by_a_part_of_its_name(tmp_path: Path) -> None:
-    for case in LIVE_PLANS["agents"].cases(Size.DEFAULT, [3]):
-        figures = dict.fromkeys(("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"), 1.0) | {"jobs": 20}
-        Rows(tmp_path / "live_sweep.csv", LIVE).add(case, figures)
-    wants = {"contenders": "continuum", "tiers": "disk", "seeds": "3", "regimes": "claude"}
-    main(["agents"], engine=Engine.LIVE, out=tmp_path, **wants)
-    page = (tmp_path / "agents-live-default.md").read_text()
-    assert "claude-code-swe:report" in page and "mini-swe" not in page
-
-
-def test_tiers_are_chosen_whether_their_sizes_are_in_gb_or_in_gpu_kv_caches() -> None:
-    for name in ("fig14", "tiers"):
-        cases = PLANS[name].cases(Size.QUICK, [3])
-        of = {tier: [case for case in cases if wanted("", "", tier).has(case, "")] for tier in TIERS}
-        assert sum(map(len, of.values())) == len(cases), name
-        assert {case.offloads for case in of["none"]} <= {False} and of["dram"] and of["disk"]
-        assert all(case.offloads for case in of["dram"] + of["disk"])
-
-
 def test_contenders_and_tiers_choose_among_the_rows() -> None:
     plan = LIVE_PLANS["peers"]
     ours = cases_of(plan, Size.FULL, [3, 4], wanted("cpu-tiny", "continuum,fcfs", "disk"))
@@ -131,24 +94,6 @@ def test_contenders_and_tiers_choose_among_the_rows() -> None:
         wanted("", "", "tape")
     with pytest.raises(SweepError, match="--contenders lifo: not in this figure; known: .*continuum"):
         cases_of(plan, Size.FULL, [3], wanted("", "lifo", ""))
-
-
-def test_the_tables_show_each_seed_and_where_others_are_ahead(tmp_path: Path) -> None:
-    rows = Rows(tmp_path / "live_sweep.csv", LIVE)
-    means_s = {("fcfs", 3): 30.0, ("fcfs", 4): 40.0, ("continuum", 3): 35.0, ("continuum", 4): 20.0}
-    wants = {"contenders": "fcfs,continuum", "tiers": "disk", "seeds": "3,4"}
-    for case in cases_of(LIVE_PLANS["peers"], Size.DEFAULT, [3, 4], wanted("", "fcfs,continuum", "disk")):
-        mean_s = means_s[case.contender, case.seed]
-        figures = {"job_mean_s": mean_s, "job_p50_s": 1.0, "job_p99_s": 2.0, "jobs": 40}
-        rows.add(case, figures | {"ttft_max_s": 5.0 if case.contender == "fcfs" else 6.0})
-    main(["peers"], engine=Engine.LIVE, out=tmp_path, **wants)
-    page = (tmp_path / "peers-live-default.md").read_text()
-    assert "| seed 3 | seed 4 |" in page and "| 30 / 5 | 40 / 5 |" in page
-    assert "| fcfs | 35, 27.5 | 27.3 % behind | 1 of 2 | 14.3 % |" in page, "mean job time"
-    assert "| fcfs | 5, 6 | 16.7 % ahead | 2 of 2 | 16.7 % |" in page, "longest first token"
-    lines = (tmp_path / "peers-live-default.csv").read_text().splitlines()
-    assert len(lines) == 5 and "measured_on" in lines[0]
-    assert (tmp_path / "peers-live-default.png").exists()
 
 
 def test_the_extra_and_the_lock_file_name_the_same_versions() -> None:
@@ -191,11 +136,3 @@ def test_a_peer_lets_held_programs_in_when_their_time_comes_though_nothing_else_
     """On an idle engine after the last arrival; the simulator once postponed that time for ever."""
     point = Point(ROUTER, 8, 1.0, 3)
     assert simulated.run(point)["jobs"] == point.programs
-
-
-@IN_THE_SIMULATOR
-def test_a_peer_holds_programs_back_where_stock_lets_all_in() -> None:
-    """Twelve programs at once: fcfs computes most of them again and again."""
-    crowd = Point("fcfs", 12, 1.0, 1)
-    stock, held = (simulated.run(replace(crowd, contender=name)) for name in ("fcfs", ROUTER))
-    assert held["computed_tokens"] < stock["computed_tokens"]

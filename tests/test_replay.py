@@ -10,10 +10,10 @@ from virtual_loop import run_virtually
 from waiting import PATIENCE_S
 
 from experiments.client import Answer, Client, TurnFailed, request_body
-from experiments.driver import Plan, anonymous, next_prompt, run
+from experiments.driver import Plan, next_prompt, run
 from experiments.summary import over_the_run, summarise
 from experiments.table1 import generate
-from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
+from experiments.workload import Program, TurnSpec, scaled
 
 PLAN = Plan("fake", 1, range(300, 4000), shared_prefix_tokens=64)
 HOW = {"label": "test", "seed": 1, "jps": 1.0, "time_scale": 1.0, "workload": "w", "programs": 1}
@@ -96,16 +96,6 @@ def test_programs_share_the_system_prefix_and_nothing_else():
     assert sum(a == b for a, b in zip(one[64:], two[64:], strict=False)) < 0.01 * min(len(one), len(two))
 
 
-def test_a_prompt_shorter_than_the_shared_prefix_keeps_its_length():
-    assert len(next_prompt((), Program("p", 0.0, (TurnSpec(10, 10, 1),)), 1, PLAN)) == 10
-
-
-def test_the_same_seed_sends_the_same_tokens_and_another_seed_others():
-    other = Plan("fake", 2, PLAN.vocabulary)
-    assert next_prompt((), GROWS, 1, PLAN) == next_prompt((), GROWS, 1, PLAN)
-    assert next_prompt((), GROWS, 1, other) != next_prompt((), GROWS, 1, PLAN)
-
-
 def test_turns_arrive_when_the_program_and_its_tools_say():
     program = Program("p", 3.0, (TurnSpec(10, 10, 2, gap_s=4.0), TurnSpec(14, 2, 1)))
     sent, records = virtually([program], Plan("fake", 1, PLAN.vocabulary, time_scale=0.5))
@@ -114,14 +104,6 @@ def test_turns_arrive_when_the_program_and_its_tools_say():
         pytest.approx((3.0, 3.5, 4.5, 2.0)),
         pytest.approx((6.5, 7.0, 8.0, 0.0)),
     ]
-
-
-def test_arrivals_do_not_wait_for_earlier_programs():
-    programs = poisson_arrivals(small(40), 10.0, 5)
-    sent, records = virtually(programs)
-    first = {r.program: r.t_sent for r in records if r.turn == 1}
-    assert [first[p.program_id] for p in programs] == pytest.approx([p.arrival_s for p in programs])
-    assert max(r.t_sent - r.t_arrive for r in records) < 1e-6
 
 
 def test_only_the_last_turn_says_that_it_is_the_last():
@@ -142,25 +124,6 @@ def test_a_turn_names_its_tool_and_what_a_shell_runs():
     )
     sent, _ = virtually([Program("p", 0.0, turns)])
     assert [body.get("this_func_call") for _, body in sent] == ["Bash pytest", "Read", None]
-
-
-def test_identity_can_be_withheld():
-    sent, _ = virtually([GROWS], Plan("fake", 1, PLAN.vocabulary, identify=anonymous))
-    assert not {"job_id", "is_last_step", "this_func_call"} & set(sent[0][1])
-
-
-def test_an_answer_of_no_tokens_is_asked_for_as_one():
-    assert request_body("m", [1], 0)["max_tokens"] == 1
-
-
-def test_two_hundred_concurrent_programs_complete():
-    programs = [
-        Program(f"p{i}", 0.0, (TurnSpec(300, 300, 20, gap_s=0.0), TurnSpec(340, 20, 20))) for i in range(200)
-    ]
-    server = FakeServer()
-    records = over_http(programs, server)
-    assert [r.error for r in records] == [None] * 400
-    assert server.most_at_once > 100  # they do overlap, so nothing in the client lines them up
 
 
 @pytest.mark.parametrize(
@@ -220,12 +183,6 @@ def test_a_summary_counts_what_finished_and_what_failed():
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (48, 6)
     assert summary["jobs_per_s"] == pytest.approx(2 / 6)
     assert json.loads(json.dumps(summary)) == summary
-
-
-def test_a_summary_of_nothing_but_failures_has_no_figures():
-    _, records = virtually([GROWS], fails_at=1)
-    summary = summarise(records, {}, HOW)
-    assert summary["job_time_s"] == {"n": 0} and summary["jobs_per_s"] == 0 and summary["errors"] == 1
 
 
 def test_counters_are_differences_and_gauges_are_as_found():

@@ -9,11 +9,8 @@ import typer
 from openai_server import FakeServer
 
 from experiments.client import ServerUnusable
-from experiments.replay import Job, _replay, main, usable_model, vocabulary
+from experiments.replay import Job, _replay, main
 from experiments.selection import Selection
-from experiments.workload import Program, TurnSpec
-
-SHORT = Program("short", 0.0, (TurnSpec(100, 100, 4),))
 
 
 def replayed(tmp_path, server, limit_s=None, **changes):
@@ -46,13 +43,6 @@ def test_a_replay_leaves_a_line_per_turn_and_a_summary_with_the_servers_metrics(
     }
 
 
-def test_a_failed_turn_is_on_disk_and_in_the_summary(tmp_path):
-    summary = replayed(tmp_path, FakeServer(fails_at=2))
-    lines = map(json.loads, (tmp_path / "out" / "label-seed3.jsonl").read_text().splitlines())
-    assert summary["errors"] == 1 == sum(line["error"] is not None for line in lines)
-    assert summary["finished"] == 3
-
-
 def test_a_replay_with_a_limit_ends_there_and_says_what_it_cut_off(tmp_path):
     summary = replayed(tmp_path, FakeServer(fails_at=2, how="silence"), limit_s=2.0)
     # a slow machine may end fewer programs within the limit; the silent one never ends
@@ -65,12 +55,6 @@ def test_a_replay_with_a_limit_ends_there_and_says_what_it_cut_off(tmp_path):
 def test_a_model_that_is_not_served_is_answered_with_those_that_are(tmp_path):
     with pytest.raises(ServerUnusable, match="does not serve 'big'; it serves fake"):
         replayed(tmp_path, FakeServer(), model="big")
-
-
-def test_several_served_models_need_a_choice():
-    job = Job("http://s/v1", "label", Selection(1), None)
-    with pytest.raises(ServerUnusable, match="serves a, b; say which one with --model"):
-        usable_model({"a": None, "b": None}, job, (SHORT,))
 
 
 def test_a_program_too_long_for_the_window_is_refused_before_anything_is_sent(tmp_path):
@@ -93,18 +77,6 @@ def test_an_unreachable_server_is_one_clear_line(monkeypatch):
     assert "\n" not in said
 
 
-def test_a_missing_trace_is_one_clear_line(monkeypatch):
-    said = run_main(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", "--trace", "none.jsonl")
-    assert said.startswith("replay: none.jsonl: cannot be read")
-
-
 @pytest.mark.parametrize("args", [("--policy-label", "a/b"), ("--vocab", "9"), ("--generator", "gpt")])
 def test_an_option_that_makes_no_sense_is_refused(monkeypatch, args):
     assert run_main(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", *args) == 2
-
-
-@pytest.mark.parametrize("text", ["", "5", "5:", "9:3", "4:4", "-1:5", "a:b"])
-def test_a_vocabulary_is_two_numbers_in_order(text):
-    with pytest.raises(typer.BadParameter):
-        vocabulary(text)
-    assert vocabulary("300:4000") == range(300, 4000)

@@ -67,19 +67,6 @@ def test_one_turn_alone_takes_what_the_machine_says() -> None:
     assert job.job_s == pytest.approx(sum(A100.seconds(chunk) for chunk in chunks))
 
 
-def test_a_job_is_its_turns_and_its_tools() -> None:
-    result = simulate([a_program("p", turns=3)], SMALL)
-    at_engine_s = sum(turn.finished_s - turn.arrival_s for turn in result.turns)
-    assert result.jobs[0].job_s == pytest.approx(at_engine_s + 2 * 2.0)
-    assert result.busy_s == pytest.approx(at_engine_s)
-
-
-def test_the_next_turn_finds_whole_blocks_of_the_last_one() -> None:
-    result = simulate([a_program("p", turns=2, prompt=1000, output=21)], SMALL)
-    # 1,000 + 20 computed tokens: the last sampled one has no KV yet
-    assert result.turns[1].gpu_tokens == 1020 // 64 * 64
-
-
 def test_a_prompt_that_leaves_its_history_finds_only_what_it_kept() -> None:
     first, second = a_program("p", turns=2, prompt=1000, output=20).turns
     changed = replace(second, new_tokens=second.input_tokens - 500)
@@ -126,12 +113,6 @@ def test_vllms_offloading_of_equal_size_and_rates_takes_as_long_as_lmcaches_mode
     assert means_s[1] == pytest.approx(means_s[0], rel=0.03)
 
 
-def test_tiers_without_room_change_nothing() -> None:
-    """So a policy without offloading may have its settings beside an empty connector."""
-    programs = many_programs()
-    assert simulate(programs, SMALL) == simulate(programs, replace(SMALL, tiers={"dram_gb": 0.0}))
-
-
 def test_a_pin_keeps_a_program_on_the_gpu_that_stock_order_lets_go() -> None:
     programs = many_programs(8)
     stock = simulate(programs, SMALL)
@@ -146,27 +127,6 @@ def test_a_client_that_tells_no_ends_leaves_the_pin_of_its_last_turn(untold: boo
     setup = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 60.0}, untold_ends=untold)
     result = simulate([a_program("a", turns=2)], setup)
     assert result.pins["taken"] == (2 if untold else 1)
-
-
-def test_a_time_to_live_of_nothing_pins_nothing() -> None:
-    """A mutation that must show: the TTL is always 0."""
-    none = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 0.0})
-    order = replace(SMALL, policy="program-fcfs")
-    assert simulate(many_programs(8), none).turns == simulate(many_programs(8), order).turns
-
-
-def test_pins_beyond_the_gpu_are_given_up_and_everybody_finishes() -> None:
-    pinned = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 9.0, "max_pinned_share": 1.0})
-    result = simulate(many_programs(16, prompt=4000, every_s=0.1), pinned)
-    assert result.pins["taken"] > 16
-    assert result.pins.get("reclaimed", 0) + result.pins.get("expired", 0) > 0
-
-
-def test_merged_decode_steps_of_one_program_are_the_same_steps() -> None:
-    programs = [a_program("p", output=203)]
-    exact, merged = simulate(programs, SMALL), simulate(programs, replace(SMALL, merge_steps=8))
-    assert merged.steps == exact.steps and merged.scheduled_tokens == exact.scheduled_tokens
-    assert merged.jobs[0].job_s == pytest.approx(exact.jobs[0].job_s, rel=1e-4)
 
 
 def test_merged_decode_steps_change_a_mean_by_less_than_two_percent() -> None:

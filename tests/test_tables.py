@@ -1,13 +1,12 @@
 """Tables and figures from summaries."""
 
-import csv
 import json
 
 import pytest
 
-from experiments.figures import OTHER, OURS, RECORDS, STOCK, draw, draw_job_times, draw_tiers, plt
+from experiments.figures import OTHER, OURS, STOCK, draw_job_times, plt
 from experiments.summary import figures
-from experiments.tables import RATIO, SummaryError, comparison, load, main, markdown, shown, spread, write_csv
+from experiments.tables import RATIO, SummaryError, comparison, load, main
 
 
 def summary(label, seed, jobs, **changes):
@@ -59,40 +58,6 @@ def test_the_ratio_is_paired_by_seed_and_not_by_order(runs):
     assert row(comparison(runs), RATIO) == ["1 (1..1)", "1.25 (0.500..2)"]
 
 
-def test_figures_that_no_run_has_get_no_row(runs):
-    rows = comparison(runs)
-    names = [cells[0] for cells in rows]
-    assert "pins taken" in names and "pins reused" not in names and "jobs/s" not in names
-    assert row(rows, "pins taken") == ["", "4 (3..5)"]
-
-
-def test_a_figure_that_is_zero_everywhere_is_still_shown(runs):
-    assert row(comparison(runs), "failed turns") == ["0 (0..0)", "0 (0..0)"]
-
-
-def test_markdown_has_a_column_for_every_label(runs):
-    lines = markdown(comparison(runs)).splitlines()
-    assert {line.count("|") for line in lines} == {4}
-    assert lines[1] == "|---|---:|---:|"
-
-
-def test_the_csv_has_every_run_unrounded(runs, tmp_path):
-    write_csv(runs, tmp_path / "t.csv")
-    with (tmp_path / "t.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(r["label"], r["seed"]) for r in rows] == [
-        *(("fcfs", s) for s in "123"),
-        ("continuum", "2"),
-        ("continuum", "1"),
-    ]
-    assert float(rows[0]["job time mean, s"]) == 6.0 and rows[0]["pins taken"] == ""
-
-
-def test_the_figure_is_drawn_as_png_and_svg(runs, tmp_path):
-    png, svg = draw(runs, tmp_path / "figure")
-    assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()
-
-
 def test_a_curve_of_programs_that_were_cut_off_ends_below_one():
     axes = plt.figure().subplots()
     whole, cut = (
@@ -102,16 +67,6 @@ def test_a_curve_of_programs_that_were_cut_off_ends_below_one():
     draw_job_times(axes, {"fcfs + LMCache": [cut], "continuum + LMCache": [whole], "other": [whole]})
     assert [line.get_ydata()[-1] for line in axes.lines] == [0.5, 1.0, 1.0]
     assert [line.get_color() for line in axes.lines] == [STOCK, OURS, OTHER]
-
-
-def test_readmes_figure_is_drawn_from_the_records(tmp_path):
-    png, svg = draw_tiers(RECORDS / "tiers.csv", tmp_path / "figure")
-    assert png.exists() and "<svg" in svg.read_text()
-
-
-def test_the_figure_is_drawn_without_finished_jobs_or_metrics_too(tmp_path):
-    empty = summary("none", 1, [], tokens_by_source={})
-    assert all(path.exists() for path in draw({"none": [empty]}, tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"schema": 99}'])
@@ -130,11 +85,3 @@ def test_the_command_prints_markdown_with_a_caption(runs, tmp_path, capsys):
     assert said.startswith("w: 1 programs, 0.5 a second, gaps x 1; w: 2 programs")
     assert "| job time mean, s | 6 (2..9) | 3.5 (3..4) |" in said
     assert (tmp_path / "t.csv").exists() and (tmp_path / "f.svg").exists()
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.1234, "0.123"), (1.234, "1.23"), (56.78, "56.8"), (12345.6, "12,346")]
-)
-def test_figures_are_shown_short(value, text):
-    assert shown(value) == text
-    assert spread([]) == "" and spread([value]) == text

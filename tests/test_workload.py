@@ -1,9 +1,7 @@
 """Programs: a trace's format, the generators, and what shrinking keeps."""
 
 import json
-import math
 import statistics
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,13 +10,12 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.errors import TraceError
 from experiments.selection import Selection
-from experiments.table1 import GENERATORS, Lognormal, generate
+from experiments.table1 import GENERATORS, generate
 from experiments.workload import (
     Program,
     TurnSpec,
     load_trace,
     poisson_arrivals,
-    sampled,
     scaled,
     unknown_gaps,
     with_gaps,
@@ -93,11 +90,6 @@ def test_an_empty_or_binary_file_is_refused(tmp_path, content):
         load_trace(path)
 
 
-def test_a_missing_file_is_refused_in_one_line(tmp_path):
-    with pytest.raises(TraceError, match=r"none\.jsonl: cannot be read"):
-        load_trace(tmp_path / "none.jsonl")
-
-
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_generators_keep_to_table_1(name):
     shape, programs = GENERATORS[name], generate(name, 1500, 7)
@@ -109,25 +101,6 @@ def test_the_generators_keep_to_table_1(name):
     gaps_s = [t.gap_s for p in programs for t in p.turns[:-1]]
     assert statistics.mean(gaps_s) == pytest.approx(shape.tool_s.mean, rel=0.1)
     assert all(p.turns[-1].gap_s is None for p in programs)
-
-
-def test_generated_turns_extend_the_whole_history():
-    for program in generate("swe", 50, 3):
-        for before, turn in zip(program.turns, program.turns[1:], strict=False):
-            assert turn.kept_tokens == before.context_tokens
-            assert turn.new_tokens >= 1
-
-
-def test_more_programs_of_a_seed_begin_with_the_same_ones():
-    assert generate("bfcl", 9, 5)[:4] == generate("bfcl", 4, 5)
-    assert generate("bfcl", 4, 6) != generate("bfcl", 4, 5)
-
-
-def test_a_lognormal_has_the_moments_it_is_given():
-    rng = np.random.default_rng(0)
-    drawn = [Lognormal(10.0, 3.0).draw(rng) for _ in range(4000)]
-    assert statistics.mean(drawn) == pytest.approx(10, rel=0.03)
-    assert statistics.stdev(drawn) == pytest.approx(3, rel=0.06)
 
 
 @st.composite
@@ -156,15 +129,6 @@ def test_scaled_programs_fit_and_keep_their_shape(programs, window):
             history = turn.context_tokens
 
 
-def test_scaling_uses_the_window_and_leaves_small_programs_alone():
-    programs = generate("swe", 30, 1)
-    small = scaled(programs, 8192)
-    assert 8192 * 0.98 < max(p.context_tokens for p in small) <= 8192
-    assert scaled(small, 8192) == small
-    ratio = [s.context_tokens / p.context_tokens for s, p in zip(small, programs, strict=True)]
-    assert max(ratio) - min(ratio) < 0.003  # programs keep their proportions
-
-
 def test_more_turns_than_the_window_has_tokens_are_refused():
     turns = (TurnSpec(10, 10, 1),) * 30
     with pytest.raises(TraceError, match="30 turns do not fit a context of 40 tokens"):
@@ -179,12 +143,6 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_a_poisson_process():
     assert waits.std() == pytest.approx(0.5, rel=0.08)
 
 
-def test_arrivals_of_a_seed_scale_with_the_rate_only():
-    programs = generate("swe", 5, 1)
-    slow, fast = poisson_arrivals(programs, 1.0, 4), poisson_arrivals(programs, 2.0, 4)
-    assert [p.arrival_s for p in slow] == pytest.approx([2 * p.arrival_s for p in fast])
-
-
 def test_only_unknown_gaps_between_turns_are_drawn_and_they_are_counted():
     turns = (TurnSpec(9, 9, 1, gap_s=3.0), TurnSpec(12, 2, 1), TurnSpec(15, 2, 1))
     program = Program("p", 0.0, turns)
@@ -192,14 +150,6 @@ def test_only_unknown_gaps_between_turns_are_drawn_and_they_are_counted():
     (filled,) = with_gaps([program], lambda rng: 7.0 + rng.random(), 0)
     assert filled.turns[0].gap_s == 3.0 and 7 <= filled.turns[1].gap_s < 8 and filled.turns[2].gap_s is None
     assert (filled,) == with_gaps([program], lambda rng: 7.0 + rng.random(), 0)
-
-
-def test_a_sample_is_drawn_without_replacement_and_never_padded():
-    programs = generate("swe", 10, 1)
-    chosen = sampled(programs, 6, 2)
-    assert len({p.program_id for p in chosen}) == 6 and chosen == sampled(programs, 6, 2)
-    with pytest.raises(TraceError, match="11 programs wanted, but there are only 10"):
-        sampled(programs, 11, 2)
 
 
 def test_a_trace_without_arrivals_needs_a_rate(tmp_path):
@@ -213,16 +163,3 @@ def test_recorded_arrivals_start_at_zero_in_order_and_scale_with_the_gaps(tmp_pa
     path = trace(tmp_path, LINE | {"arrival_s": 9.0}, LINE | {"arrival_s": 5.0, "program_id": "q"})
     chosen = Selection(1, path, time_scale=0.5).programs()
     assert [(p.program_id, p.arrival_s) for p in chosen] == [("q", 0.0), ("p", 2.0)]
-
-
-def test_gaps_that_were_drawn_are_reported(tmp_path):
-    silent = LINE | {"turns": [FIRST | {"gap_s": None}, SECOND]}
-    said = []
-    (program,) = Selection(1, trace(tmp_path, silent)).programs(said.append)
-    assert math.isfinite(program.turns[0].gap_s) and "1 tool gaps" in said[0]
-
-
-def test_a_source_that_no_program_has_is_refused(tmp_path):
-    with pytest.raises(TraceError, match="no program has a source that contains 'x'"):
-        Selection(1, trace(tmp_path, LINE), source="x").programs()
-    assert replace(Selection(1, trace(tmp_path, LINE)), source="s").name == "trace.jsonl[s]"
