@@ -17,7 +17,6 @@ from vllm.v1.request import Request, RequestStatus
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.engine import REFRESH_S
-from continuum_lmcache.programs.program import Stage
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 from continuum_lmcache.vllm_plugin import scheduler
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
@@ -172,24 +171,6 @@ def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
     bench.scheduler.shutdown()
 
 
-@pytest.mark.parametrize(("gap_s", "waits"), [(5.0, False), (60.0, True)])
-def test_a_program_that_was_away_for_longer_than_expected_waits_in_the_line_again(
-    make: Make, gap_s: float, waits: bool
-) -> None:
-    bench = make(blocks=20, max_ttl_s=0, first_token_limit_s=0)  # 304 tokens
-    for _ in range(6):
-        bench.engine.advisor.gaps.observe(("bash",), 1.0)
-    bench.turn("p", prompt(60, 1), this_func_call="bash")
-    bench.advance(gap_s)
-    bench.send("q", prompt(200, 2), out=40)
-    for _ in range(20):  # prompts, and nothing else
-        bench.step(0.1)
-        bench.send(None, prompt(15, 99))
-    back = bench.send("p", prompt(150, 1), this_func_call="bash")
-    bench.step(0.1)
-    assert held(bench) == ([back] if waits else [])
-
-
 def test_without_admission_no_new_program_is_held(make: Make) -> None:
     bench = make(blocks=20, admission="false")
     send_programs(bench, 8)
@@ -286,15 +267,6 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
             bench.run_until_idle()
             seen.append(tables(bench.engine.admission).total())
     assert seen[0] == seen[-1]
-
-
-def test_a_pending_program_that_leaves_is_forgotten_by_admission(make: Make) -> None:
-    bench = make(blocks=20)
-    send_programs(bench, 8)
-    bench.step()
-    gone = held(bench)[0]
-    bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
-    assert gone not in held(bench) and bench.engine.programs.in_stage[Stage.IN_LINE] == len(held(bench))
 
 
 def test_a_held_turn_is_admitted_although_another_of_its_program_left(make: Make) -> None:
@@ -440,16 +412,6 @@ def test_a_program_whose_end_was_claimed_is_the_same_one_when_it_comes_back_and_
 # the chunk budget -------------------------------------------------------------
 
 
-def test_the_budget_is_vllms_own_until_steps_were_measured(make: Make) -> None:
-    bench = make(blocks=100, budget_tokens=512)
-    bench.send("a", prompt(64, 1), out=40)
-    for _ in range(3):
-        bench.step()
-    bench.send(None, prompt(700, 2))
-    bench.send(None, prompt(300, 3))
-    assert bench.step() == 512, "of which a prompt has at most half, so that a short one runs beside it"
-
-
 def test_an_inferred_program_is_not_held_while_its_context_counts_as_admitted(make: Make) -> None:
     bench = make(blocks=20, max_ttl_s=0)
     first = bench.turn(None, prompt(64, 1), out=2)
@@ -503,16 +465,6 @@ def test_while_prompts_take_little_time_and_no_turn_waits_for_memory_no_prompt_i
     assert bench.step() == 512
     bench.engine.turns.refused_memory.add(TurnId("waits"))
     assert bench.step() < 512
-
-
-def test_with_measured_chunk_off_the_budget_stays_vllms(make: Make) -> None:
-    bench = make(blocks=400, budget_tokens=512, without=["measured_chunk"])
-    bench.scheduler._chunks.times = measured_times()
-    bench.send("a", prompt(16, 1), out=60)
-    for _ in range(3):
-        bench.step()
-    bench.send("b", prompt(700, 2))
-    assert bench.step() == 512
 
 
 def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen_chunk(make: Make) -> None:

@@ -40,10 +40,6 @@ def test_prefill_is_quadratic_in_the_tokens_and_linear_in_the_context():
     assert SLOW_GPU.prefill_s(0, 20) == 0.0
 
 
-def test_what_is_on_the_gpu_costs_nothing():
-    assert SLOW_GPU.reload_s(Residency(100, 0, 0, 100)) == 0.0
-
-
 def test_each_stretch_costs_what_its_tier_costs():
     """20 on the GPU, 30 in DRAM, 10 on disk, 4 nowhere.
 
@@ -54,13 +50,6 @@ def test_each_stretch_costs_what_its_tier_costs():
     assert cost.loaded_tokens == 40
     assert (cost.dram_s, cost.ssd_s, cost.prefill_s) == pytest.approx((3.5, 7.5, 6.48))
     assert cost.total_s == pytest.approx(17.48)
-
-
-def test_a_load_that_is_dearer_than_computing_is_not_made():
-    crawling = replace(SLOW_GPU, dram=TransferRate(bytes_per_s=0.1, fixed_s=0.0, samples=1))
-    where = Residency(20, 30, 0, 50)
-    cost = cheapest(crawling, where)
-    assert (cost.loaded_tokens, cost.dram_s, cost.prefill_s) == (0, 0.0, crawling.prefill_s(30, 20))
 
 
 def test_loading_stops_at_the_tier_where_computing_is_cheaper():

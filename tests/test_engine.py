@@ -279,5 +279,7 @@ class Machine(RuleBasedStateMachine):
         assert engine.pins.next_deadline_s() == min(deadlines, default=None)
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Machine.TestCase.settings = settings(
+    max_examples=settings.default.max_examples // 2, stateful_step_count=50, deadline=None
+)
 TestMachine = Machine.TestCase

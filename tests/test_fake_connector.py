@@ -12,7 +12,6 @@ from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeSchedulerSide
 from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.types import Residency
 
 BYTES = 250  # a token
 
@@ -101,17 +100,6 @@ def test_the_last_token_is_always_computed() -> None:
     assert planner.offered_tokens(a_request("s", 17), 0) == 16
 
 
-def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
-    planner = a_planner()
-    planner.store.store(0.0, chunk_names(range(16), 8))
-    planner.store.store(0.0, chunk_names(range(50, 66), 8))
-    order = list(planner.store.dram.names)
-    assert {planner.offered_tokens(a_request("r", 17), 0) for _ in range(10)} == {16}
-    assert list(planner.store.dram.names) == order
-    planner.finished("r")
-    assert not planner.tracked
-
-
 def held_in_parts() -> FakeSchedulerSide:
     """Four chunks on the disk, of which the first two are in DRAM too."""
     planner = a_planner(ssd_gb=1.0)
@@ -138,13 +126,6 @@ def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, l
     assert not meta.stores, "every chunk's bytes are kept already"
     planner.store.check()
     assert planner.store.locate(0.0, chunk_names(range(32), 8)).dram_tokens == 32
-
-
-def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
-    planner, asked = held_in_parts(), []
-    planner.load_selector = lambda turn, where: asked.append((turn, where)) or 0
-    assert planner.offered_tokens(a_request("r", 40), 8) == 0
-    assert asked == [("r", Residency(gpu_tokens=8, dram_tokens=8, ssd_tokens=16, total_tokens=40))]
 
 
 def test_tenants_and_adapters_do_not_share() -> None:
@@ -174,11 +155,6 @@ def test_tenants_and_adapters_do_not_share() -> None:
 def test_a_setting_that_cannot_be_meant_is_refused(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         FakeConfig.load(extra)
-
-
-def test_settings_of_others_are_left_alone() -> None:
-    config = FakeConfig.load({"fake.corrupt": True, "fake.ssd_gb": 2, "continuum.policy": "fcfs"})
-    assert config == FakeConfig(corrupt=True, ssd_gb=2)
 
 
 def test_chunks_must_be_whole_blocks() -> None:

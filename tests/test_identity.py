@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.identity import FIELDS, MAX_CHARS, ProgramFields, parse, program_id
+from continuum_lmcache.programs.identity import FIELDS, MAX_CHARS, ProgramFields, parse
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),  # with surrogates
@@ -75,9 +75,3 @@ def test_whatever_json_brings_it_is_an_identity_or_a_request_error(fields: dict[
     else:
         assert identity.job_id is None or 1 <= len(identity.job_id) <= MAX_CHARS
         (identity.job_id or "").encode()  # as in every message to the engine
-
-
-def test_ids_under_different_salts_never_meet() -> None:
-    names = {program_id("a", None), program_id("a", "s1"), program_id("a", "s2")}
-    assert len(names) == 3
-    assert program_id("a", "") == "a"

@@ -45,7 +45,7 @@ from continuum_lmcache.vllm_plugin.scheduler import (
     ContinuumScheduler,
 )
 
-STEPS = int(os.environ.get("ORACLE_STEPS", "6000"))
+STEPS = int(os.environ.get("ORACLE_STEPS", "3000"))
 SEED = int(os.environ.get("ORACLE_SEED", "0"))
 IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
 ADAPTERS = {

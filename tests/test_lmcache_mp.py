@@ -505,18 +505,6 @@ def test_a_load_is_reported_by_tier_when_both_sides_have_reported_it() -> None:
         assert book.join([], []) == []
 
 
-def test_reading_l2_is_timed_and_counted_as_the_disks(mp_rig: Make) -> None:
-    rig = mp_rig(2, 12)
-    rig.run(prompt(1, 2))
-    rig.settle()
-    rig.run(prompt(2, 2))
-    rig.settle()
-    rig.transfers()
-    assert rig.run(prompt(1, 2)) == TierHit(0, 2 * CHUNK)
-    (load,) = rig.transfers()
-    assert load.tier is Tier.SSD and load.tokens == 2 * CHUNK and load.duration_s > 0
-
-
 def test_the_time_until_l2_reads_counts_as_the_disks_too(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,31 +102,6 @@ def test_without_a_profile_the_same_is_learned_from_the_steps_and_the_loads(tmp_
     assert median(a / b for a, b in zip(returns(result)[6:], without[6:], strict=True)) < 1.05
 
 
-def test_a_dram_that_loses_every_context_before_its_return_costs_no_more_than_its_stores(
-    tmp_path: Path,
-) -> None:
-    """Three contexts of six fit: an LRU in rotation never holds the next one, the disk holds all."""
-    profile = a_profile(tmp_path)
-    tiers = {**DISK_ONLY, "dram_gb": 3 * 7000 * A100.kv_bytes_per_token / 2**30}
-    without = returns(simulate(rotation(), engine(None, profile)))
-    assert ratio(returns(simulate(rotation(), engine(tiers, profile))), without) < 1.06
-
-
-def test_every_decision_is_counted_once_a_placed_turn(tmp_path: Path) -> None:
-    found = counts(engine(DISK_ONLY, a_profile(tmp_path)))
-    assert sum(found.values()) == PROGRAMS * (TURNS - 1)
-    assert found["recompute"] >= 0.9 * sum(found.values())
-
-
-def test_a_slow_load_is_taken_if_others_would_wait_for_the_prefill_and_not_for_it(tmp_path: Path) -> None:
-    """The disk takes twice as long as computing; up to five others are there, four contexts fit the GPU."""
-    tiers = {**DISK_ONLY, "ssd_load_gbps": 2 * SLOW_GBPS}
-    setup = engine(tiers, a_profile(tmp_path, 2 * SLOW_GBPS))
-    roomy = replace(setup, machine=replace(A100, kv_tokens=32_000))
-    found = counts(roomy, rotation(round_s=0.5))
-    assert found["load"] >= 0.9 * sum(found.values()) > 20
-
-
 def long_answers() -> list[Program]:
     """Three prompts fit the GPU, three answers do not: the latest of them loses its memory on the way."""
     return [Program(f"p{i}", i * 0.1, (TurnSpec(2500, 2500, 2500, "bash", "", None),)) for i in range(3)]
@@ -142,15 +117,6 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
     setup = engine(tiers, a_profile(tmp_path))
     assert (lost := simulate(long_answers(), setup).preemptions) > 0
     assert counts(setup, long_answers()) == {decision: lost}
-
-
-@pytest.mark.parametrize(("contexts", "least", "most"), [(3, 0.0, 0.1), (8, 0.9, 1.0)])
-def test_what_a_dram_has_kept_for_returns_says_what_it_will_keep(
-    tmp_path: Path, contexts: int, least: float, most: float
-) -> None:
-    tiers = {"dram_gb": contexts * 7000 * A100.kv_bytes_per_token / 2**30}
-    survival = engine_after(engine(tiers, a_profile(tmp_path))).advisor.survival
-    assert least <= survival.chances()[Tier.DRAM] <= most
 
 
 def test_a_tier_that_holds_what_is_not_loaded_has_not_lost_it(tmp_path: Path) -> None:

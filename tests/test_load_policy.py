@@ -53,13 +53,6 @@ def test_each_tier_is_loaded_as_long_as_it_beats_computing(costs, decision, toke
     assert (found.decision, found.tokens) == (decision, tokens)
 
 
-def test_what_declining_saves_is_the_difference_to_loading_all():
-    """1,000 tokens at 1 ms computed; from this disk at 10 ms, and the copy at 0.1 ms."""
-    found = choose_load(at(gbps_of_ssd=100.0), ON_DISK)
-    assert found.chosen_s == pytest.approx(1.0)
-    assert found.excess_s == pytest.approx(10.1 - 1.0)
-
-
 ROOMY = 10**9  # tokens: no context takes a share worth speaking of
 
 
@@ -100,12 +93,6 @@ def test_contention_is_read_again_for_each_load_decision():
     there = iter([Contention(0, ROOMY), Contention(20, ROOMY)])
     policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)), lambda: next(there))
     assert [policy.tokens_to_load(TURN, ON_DISK), policy.tokens_to_load(TURN, ON_DISK)] == [0, 1000]
-
-
-def test_nothing_is_declined_on_a_guess():
-    slow_guess = replace(UNMEASURED, ssd=TransferRate(bytes_per_s=1.0, fixed_s=0.0, samples=0))
-    assert choose_load(slow_guess, ON_DISK).decision is LoadReason.UNMEASURED
-    assert choose_load(slow_guess, ON_DISK).tokens == 1000
 
 
 @pytest.mark.parametrize("unmeasured", ["prefill", "dram", "ssd"])

@@ -11,13 +11,12 @@ from bench import BLOCK, Bench, prompt
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
-from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
+from test_policy_properties import SLACK, distributions
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_renewal import DECISIONS_A_STEP
-from continuum_lmcache.retention.ttl_solver import IDLE_PRICE, best_ttl
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
@@ -37,15 +36,6 @@ def test_what_is_left_of_a_gap_is_the_conditional_distribution(seen, elapsed_s, 
 def test_a_gap_of_which_nothing_is_known_has_no_memory(elapsed_s, more_s):
     cold = RetentionAdvisor(ContinuumConfig()).gaps.distribution(("bash",))
     assert cold.after(elapsed_s).probability(more_s) == cold.probability(more_s)
-
-
-@given(distributions(), BENEFITS_S, CEILINGS_S, st.floats(IDLE_PRICE, 1.0), st.floats(IDLE_PRICE, 1.0))
-def test_a_dearer_second_never_lengthens_the_ttl(seen, benefit_s, ceiling_s, one, other):
-    cheap, dear = sorted((one, other))
-    longer, shorter = (best_ttl(seen, benefit_s, ceiling_s, price) for price in (cheap, dear))
-    gains_s = [best.probability * benefit_s - dear * best.ttl_s for best in (longer, shorter)]
-    tied = abs(gains_s[0] - gains_s[1]) < SLACK * (1 + abs(benefit_s))
-    assert longer.ttl_s >= shorter.ttl_s or tied
 
 
 def test_the_cost_of_a_pin_is_part_of_the_decision():

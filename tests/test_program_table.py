@@ -37,11 +37,13 @@ def test_a_return_says_which_tool_it_was_and_how_long() -> None:
     assert tables.arrived(9.5, TurnId("t3"), P) is None, "the gap ended once"
 
 
-def test_a_pin_is_due_at_its_deadline_and_not_before() -> None:
+def test_a_pin_is_due_at_its_deadline_and_not_before_and_all_that_are_due_are_told_at_once() -> None:
+    """The public prototype skipped every second one of consecutive expired pins."""
     tables = Tables(10, 10)
-    paused(tables, P, 0.0, ttl_s=2)
+    for program in (P, Q):
+        paused(tables, program, 0.0, ttl_s=2)
     assert tables.pins.due(1.999) == [] and tables.pins.next_deadline_s() == 2.0
-    assert tables.pins.due(2.0) == [P]
+    assert tables.pins.due(2.0) == [P, Q]
 
 
 def test_a_pin_is_not_due_while_the_next_turn_is_here_and_is_once_that_leaves() -> None:

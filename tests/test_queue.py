@@ -74,7 +74,7 @@ class Queues(RuleBasedStateMachine):
         assert all(r in self.queue for r in ordered)
 
 
-Queues.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
+Queues.TestCase.settings = settings(max_examples=settings.default.max_examples // 4, stateful_step_count=60)
 TestQueues = Queues.TestCase
 
 

@@ -1,19 +1,15 @@
 """Costs that follow the loads, and the chance that a tier still holds a prefix."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.reload.tier_store import KVTransfer
-from continuum_lmcache.retention.policies import POLICIES
-from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Residency, Tier
+from continuum_lmcache.types import Residency, Tier
 
 PROFILE = CostModel(
     prefill=PrefillCurve(fixed_s=0.0, per_token_s=0.01, per_pair_s=0.0, samples=30),
@@ -48,12 +44,6 @@ def test_loads_at_the_profiles_rate_change_nothing_but_its_samples():
     assert costs.dram == TransferRate(bytes_per_s=pytest.approx(1e6), fixed_s=0.0, samples=27)
     assert costs.ssd == PROFILE.ssd
     assert costs.prefill == PROFILE.prefill
-
-
-@pytest.mark.parametrize("times", [10.0, 0.1])
-def test_fifty_loads_at_another_rate_bring_the_rate_there(times):
-    found = after(*[load(times)] * 50).costs.dram.bytes_per_s
-    assert found == pytest.approx(1e6 / times, rel=0.02)
 
 
 @pytest.mark.parametrize(("costs", "most"), [(PROFILE, 2.0), (UNMEASURED, 3.17)], ids=["measured", "assumed"])
@@ -110,26 +100,6 @@ def test_rates_stay_finite_and_positive_whatever_is_reported(transfers):
     for rate in (costs.dram, costs.ssd):
         assert 0 < rate.bytes_per_s < math.inf
         assert 0 <= rate.fixed_s < math.inf
-
-
-def test_guesses_and_measurements_are_distinguished_by_their_samples():
-    costs = after(load(1.0), costs=UNMEASURED).costs
-    assert (costs.dram.samples, costs.ssd.samples, costs.measured) == (1, 0, False)
-
-
-def ttl_s(costs):
-    """What continuum answers for 1000 tokens in DRAM, after a tool whose gaps are 0.02 to 1.10 s."""
-    gaps, tool = ToolDurations(), ("make", "bash")
-    for i in range(110):
-        gaps.observe(tool, 0.02 + 0.01 * i * i / 110)
-    turn = FinishedTurn(ProgramId("p"), 3, tool, 1000, 10, Residency(0, 1000, 0, 1000))
-    idle = EngineLoad(100, free_blocks=50, pinned_blocks=0, reload_s=costs.reload_s(turn.residency))
-    return POLICIES["continuum"].retain(turn, gaps, costs, idle, ContinuumConfig()).ttl_s
-
-
-def test_a_slower_dram_makes_the_ttl_longer_and_a_faster_one_shorter_within_fifty_loads():
-    before_s = ttl_s(PROFILE)
-    assert ttl_s(after(*[load(10.0)] * 50).costs) > before_s > ttl_s(after(*[load(0.1)] * 50).costs)
 
 
 CONTEXT = 1000
@@ -201,10 +171,3 @@ def test_a_chance_is_a_probability(returns):
     for each in returns:
         seen.on_return(*each)
     assert all(0.0 <= chance <= 1.0 for chance in seen.chances().values())
-
-
-def test_costs_take_the_chances_as_they_are():
-    where = Residency(0, 1000, 0, 1000)
-    weighed_s = PROFILE.reload_s(where, {Tier.DRAM: 0.0})
-    assert weighed_s == pytest.approx(replace(PROFILE).prefill_s(1000), rel=0.01)
-    assert PROFILE.reload_s(where) == pytest.approx(1.0)

@@ -68,12 +68,6 @@ def test_loads_at_a_tenth_of_the_rate_lengthen_the_ttl_within_fifty() -> None:
     assert ttl_s(made) > before_s
 
 
-def test_a_store_that_holds_it_surely_and_brings_it_fast_needs_no_long_pin() -> None:
-    nowhere = FinishedTurn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, 0, 0, CONTEXT))
-    made = advisor(10_000_000)
-    assert ttl_s(made) < made.retain(nowhere, LOAD).ttl_s
-
-
 def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Residency] = []
     stock = CostModel.reload_s

@@ -88,54 +88,17 @@ def test_a_finished_turn_stays_on_the_gpu_until_its_ttl_and_then_leaves_an_idle_
     assert outcomes(bench) == {"expired": 1}
 
 
-def test_the_last_step_frees_at_once(make: Make) -> None:
-    bench = make()
-    bench.turn("p", prompt(64), is_last_step=True)
-    assert bench.used_blocks == 0
-    assert not bench.engine.programs.records
-
-
-def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passed(make: Make) -> None:
-    bench = make(blocks=20)
+@pytest.mark.parametrize(("static_ttl_s", "found_blocks"), [(8, 5), (0, 0)])
+def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passed(
+    make: Make, static_ttl_s: float, found_blocks: int
+) -> None:
+    bench = make(blocks=20, static_ttl_s=static_ttl_s)
     first = bench.turn("p", prompt(64), out=17)
     for story in range(1, 6):
         bench.turn(None, prompt(13 * BLOCK, story))  # 5 x 13 blocks through a cache of 19
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    assert bench.parts.residency.prompt_tokens["gpu"] == 5 * BLOCK
-    assert outcomes(bench) == {"reused": 1}
-
-
-def test_without_a_pin_the_same_traffic_evicts_it(make: Make) -> None:
-    bench = make(blocks=20, static_ttl_s=0)
-    first = bench.turn("p", prompt(64), out=17)
-    for story in range(1, 6):
-        bench.turn(None, prompt(13 * BLOCK, story))
-    bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    assert bench.parts.residency.prompt_tokens["gpu"] == 0
-
-
-def test_a_pin_outstays_its_ttl_while_the_next_turn_waits(make: Make) -> None:
-    bench = make(blocks=20, budget_tokens=64, static_ttl_s=2)
-    bench.turn("p", prompt(64, 1))
-    bench.send(None, prompt(14 * BLOCK, 2), out=4)
-    bench.step()
-    bench.send("p", prompt(14 * BLOCK, 1), is_last_step=True)  # does not fit beside the other
-    bench.now_s += 5
-    bench.step()
-    assert bench.used_blocks >= 4 and "expired" not in outcomes(bench)
-    bench.run_until_idle()
-    assert outcomes(bench) == {"reused": 1}
-
-
-def test_every_due_pin_is_released_in_the_step_it_falls_due(make: Make) -> None:
-    """The public prototype skipped every second one of consecutive expired pins."""
-    bench = make(blocks=40)
-    for story in range(6):
-        bench.turn(f"p{story}", prompt(32, story))
-    bench.now_s += 60
-    bench.step()
-    assert outcomes(bench) == {"expired": 6}
-    assert bench.used_blocks == 0
+    assert bench.parts.residency.prompt_tokens["gpu"] == found_blocks * BLOCK
+    assert outcomes(bench) == ({"reused": 1} if found_blocks else {})
 
 
 def test_a_pin_that_is_not_due_wakes_nobody(make: Make) -> None:
@@ -148,18 +111,12 @@ def test_a_pin_that_is_not_due_wakes_nobody(make: Make) -> None:
     assert not bench.scheduler.has_requests()
 
 
-def test_reset_prefix_cache_drops_all_pins_and_succeeds(make: Make) -> None:
+def test_reset_prefix_cache_drops_all_pins_and_a_second_one_does_not_swallow_the_report(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64, 1))
     bench.turn("q", prompt(64, 2))
-    assert bench.scheduler.reset_prefix_cache()
-    assert outcomes(bench) == {"reset": 2} and bench.used_blocks == 0
-
-
-def test_a_second_reset_does_not_swallow_the_report_of_the_first(make: Make) -> None:
-    bench = make()
-    bench.turn("p", prompt(64, 1))
     assert bench.scheduler.reset_prefix_cache() and bench.scheduler.reset_prefix_cache()
+    assert outcomes(bench) == {"reset": 2} and bench.used_blocks == 0
     assert bench.scheduler.has_requests(), "an idle engine's gauges still show the pin"
     assert bench.step() == 0 and not bench.scheduler.has_requests()
 
@@ -211,16 +168,6 @@ def test_a_turn_that_loses_its_pin_while_it_waits_loses_its_place_too(make: Make
     bench.run_until_idle()
     assert outcomes(bench) == {"reclaimed": 1}, "what grows took it"
     assert bench.order[-2:] == [old, young]
-
-
-def test_the_newest_program_is_preempted_first(make: Make) -> None:
-    bench = make(blocks=12)
-    old = bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
-    bench.step()
-    young = bench.send("young", prompt(5 * BLOCK - 4, 2), out=30)
-    bench.run_until_idle()
-    assert set(bench.preempted) == {young}
-    assert len(bench.done[old]) == 5 * BLOCK - 4 + 30
 
 
 def test_a_programs_last_step_is_preempted_last_though_it_is_the_newest(make: Make) -> None:
@@ -455,15 +402,6 @@ def test_where_all_layers_have_windows_a_prompt_longer_than_the_cache_takes_pins
     assert bench.used_blocks == 0
 
 
-def test_a_running_request_takes_a_pin_before_anyone_is_preempted(make: Make) -> None:
-    bench = make(blocks=12, static_ttl_s=1000)
-    bench.turn("pinned", prompt(4 * BLOCK, 1))
-    bench.send("running", prompt(6 * BLOCK, 2), out=40, is_last_step=True)  # grows to 9 blocks of 7 free
-    bench.run_until_idle()
-    assert outcomes(bench)["reclaimed"] == 1
-    assert not bench.preempted
-
-
 def test_a_prompt_under_way_takes_a_pin_before_anyone_is_preempted(make: Make) -> None:
     """Of 18 blocks 4 are pinned; 12 for the prompt and 2 for a decoding turn, which grows to 3, are used."""
     bench = make(blocks=19, budget_tokens=4 * BLOCK + 1, static_ttl_s=1000)
@@ -493,6 +431,7 @@ def test_whoever_wraps_allocate_slots_between_two_steps_keeps_the_place_and_pins
     bench.run_until_idle()
     assert manager.allocate_slots is counted
     assert asked.count(running) >= 40 and outcomes(bench)["reclaimed"] == 1
+    assert not bench.preempted
 
 
 # how a turn ends ------------------------------------------------------------
@@ -520,60 +459,20 @@ def test_a_client_that_leaves_pins_nothing(make: Make, steps: int) -> None:
     assert bench.engine.pins.taken == 0 and bench.used_blocks == 0
 
 
-def test_an_aborted_next_turn_leaves_the_pin_to_its_ttl(make: Make) -> None:
-    bench = make(static_ttl_s=8)
-    bench.turn("p", prompt(64))
-    waiting = bench.send("p", prompt(80))
-    bench.now_s += 20  # beyond the TTL: only the waiting turn keeps the pin alive
-    bench.scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
-    bench.run_until_idle()
-    assert outcomes(bench) == {"expired": 1}
-
-
 # programs -------------------------------------------------------------------
 
 
-def test_a_program_that_comes_back_with_another_prompt_gives_its_pin_up(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "outcome", "found_blocks"), [(prompt(64, 2), "diverged", 0), (prompt(40, 1), "reused", 2)]
+)
+def test_a_program_that_comes_back_with_another_prompt_gives_its_pin_up_and_with_a_shorter_one_uses_it(
+    make: Make, tokens: list[int], outcome: str, found_blocks: int
+) -> None:
     bench = make()
     bench.turn("p", prompt(64, 1))
-    bench.turn("p", prompt(64, 2), is_last_step=True)
-    assert outcomes(bench) == {"diverged": 1}
-
-
-def test_a_program_that_comes_back_with_a_shorter_prompt_reuses_what_it_can(make: Make) -> None:
-    bench = make()
-    bench.turn("p", prompt(64, 1))
-    bench.turn("p", prompt(40, 1), is_last_step=True)
-    assert outcomes(bench) == {"reused": 1}
-    assert bench.parts.residency.prompt_tokens["gpu"] == 2 * BLOCK
-
-
-def test_of_concurrent_requests_of_one_name_the_first_is_its_programs_turn(make: Make) -> None:
-    bench = make(blocks=40)
-    slow = bench.send("p", prompt(64, 1), out=12)
-    fast = bench.send("p", prompt(64, 2), out=2)
-    bench.run_until_idle()
-    assert {slow, fast} <= set(bench.done)
-    assert not outcomes(bench) and list(bench.engine.pins.pinned) == ["p"]
-    assert bench.engine.pins.pinned["p"].turn.context_tokens == len(bench.done[slow])
-
-
-def test_a_last_step_beside_another_live_turn_leaks_nothing(make: Make) -> None:
-    bench = make(blocks=40)
-    bench.send("p", prompt(64, 1), out=12)
-    bench.send("p", prompt(64, 2), out=2, is_last_step=True)
-    bench.run_until_idle()
-    bench.advance(10)
-    assert bench.used_blocks == 0
-
-
-def test_programs_that_never_report_their_end_are_forgotten(make: Make) -> None:
-    bench = make(program_idle_s=100)
-    for story in range(5):
-        bench.turn(f"p{story}", prompt(32, story))
-    bench.now_s += 200
-    bench.turn(None, prompt(32, 9))
-    assert not bench.engine.programs.records
+    bench.turn("p", tokens, is_last_step=True)
+    assert outcomes(bench) == {outcome: 1}
+    assert bench.parts.residency.prompt_tokens["gpu"] == found_blocks * BLOCK
 
 
 # tenants and wrong requests -------------------------------------------------
@@ -662,14 +561,6 @@ def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: 
     assert outcomes(bench) == {"reused": 1}
 
 
-def test_a_fork_of_a_finished_turn_is_a_program_of_its_own(make: Make) -> None:
-    bench = make(blocks=40)
-    first = bench.turn(None, prompt(64, 1), out=20)
-    bench.turn(None, first + prompt(20, 5), out=2)
-    bench.turn(None, first + prompt(20, 6), out=2)
-    assert len(bench.engine.programs.records) == 1
-
-
 @pytest.mark.parametrize("fields", [{}, {HINT_FIELD: "a session"}], ids=["nothing", "a hint"])
 def test_a_turn_sent_again_after_its_client_left_goes_on_with_its_program(
     make: Make, fields: dict[str, str]
@@ -709,13 +600,6 @@ def test_a_request_of_one_token_does_not_take_a_turn_from_its_program(make: Make
     assert not bench.engine.programs.records
     bench.turn(None, first + prompt(20, 5), out=2)
     assert len(bench.engine.programs.records) == 1
-
-
-def test_inference_never_links_two_tenants(make: Make) -> None:
-    bench = make()
-    first = bench.turn(None, prompt(64, 1), out=20, salt="a")
-    bench.turn(None, first + prompt(20, 5), out=2, salt="b")
-    assert not bench.engine.programs.records
 
 
 # metrics --------------------------------------------------------------------

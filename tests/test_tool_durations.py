@@ -17,7 +17,6 @@ from continuum_lmcache.tools.durations import (
     WINDOW,
     DurationsError,
     ToolDurations,
-    suffixes,
 )
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 
@@ -66,18 +65,6 @@ def test_a_key_that_was_seen_too_little_falls_back_level_by_level():
     assert gaps.distribution(("read",)).level == "all"
     assert gaps.distribution(()).level == "all"
     assert gaps.distribution(()).n == 251
-
-
-def test_one_more_gap_of_a_key_gives_it_a_distribution_of_its_own():
-    gaps = learned((MAKE, [5.0] * 200), (PYTEST, [2.0] * 101))
-    assert gaps.distribution(PYTEST).samples_s == (2.0,) * 101
-    assert gaps.distribution(("bash",)).probability(2.0) == pytest.approx(101 / 301)
-
-
-def test_without_censoring_p_is_the_empirical_cdf():
-    gaps = learned((MAKE, [float(i) for i in range(1, 201)]))
-    seen = gaps.distribution(MAKE)
-    assert [seen.probability(t) for t in (0.5, 1.0, 50.0, 50.9, 200.0, 1e9)] == [0, 0.005, 0.25, 0.25, 1, 1]
 
 
 def test_an_abandoned_call_is_not_a_short_one():
@@ -175,12 +162,6 @@ def test_of_parallel_calls_the_one_with_the_longest_mean_is_the_slowest():
     assert gaps.slowest([("read",), MAKE, PYTEST]) == PYTEST
     assert gaps.slowest([("read",), ("make test", "make", "bash")]) == ("make test", "make", "bash")
     assert gaps.slowest([]) == ()
-
-
-def test_an_unknown_call_teaches_only_what_every_tool_has_in_common():
-    gaps = learned(((), [1.0]))
-    assert suffixes(()) == [()]
-    assert gaps.exact(()).n == 1
 
 
 @given(EVENTS, st.lists(GAPS_S, min_size=2, max_size=10))

@@ -11,7 +11,7 @@ from contract.stores import STORES, StoreUnderTest
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
-STEPS = 600
+STEPS = 300
 Make = Callable[[int, int], StoreUnderTest]
 
 
