@@ -200,7 +200,7 @@ class NativeStore:
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         """As an eviction of these chunks: the manager has no call for it."""
-        manager, first = self.connector._chunks, -(-kept_tokens // CHUNK)
+        manager, first = self.connector.connector_scheduler.manager, -(-kept_tokens // CHUNK)
         for key in list(self.connector._keys(Prefix(token_ids, self._hashes(token_ids))))[first:]:
             if (held := manager._policy.get(key)) is not None:
                 manager._policy.remove(key)
