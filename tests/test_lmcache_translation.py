@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,22 @@ def test_a_server_that_ends_while_it_starts_is_told_in_one_line(tmp_path: Path) 
     with pytest.raises(ServerError, match="said why above: exit 1"), one_start(extra, True):
         assert (tmp_path / "a" / "b").is_dir()
         raise ConnectionError("exit 1")
+
+
+def test_what_the_server_writes_is_readable_by_its_user_alone(tmp_path: Path) -> None:
+    """KV tells the prompt."""
+    disk = tmp_path / "disk"
+    extra, _ = translated(
+        {**BARE, "lmcache.local_disk": str(disk), "lmcache.max_local_disk_size": 1}, {}, ONE
+    )
+    before = os.umask(0o022)
+    try:
+        with one_start(extra, True):
+            subprocess.run(["touch", disk / "chunk"], check=True)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    assert not any(path.stat().st_mode & 0o077 for path in (disk, disk / "chunk"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 LMCache 0.5.6's launcher (mp_server_launcher.py) starts one if none answers at the address. Here engines that
 start at the same time do so one after the other, a port that something else has is named, and the server sees
-all of the machine's GPUs, for the engines that come later.
+all of the machine's GPUs, for the engines that come later. What it writes is its user's alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
         return
     port = port_of(extra)
     lock = Path(tempfile.gettempdir(), f"continuum-lmcache-{os.getuid()}-{port}.lock")
-    with lock.open("a") as held:
+    with lock.open("a") as held, private_files():
         fcntl.flock(held, fcntl.LOCK_EX)
         if not _is_running(port):
             _make_room(extra, port)
@@ -98,6 +98,16 @@ def _is_taken(port: int) -> bool:
     with socket.socket() as asked:
         asked.settimeout(ANSWER_S)
         return asked.connect_ex((HOST, port)) == 0
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Let processes that are started meanwhile make files, such as L2's, for their own user alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextlib.contextmanager
