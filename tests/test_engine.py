@@ -34,7 +34,7 @@ class Prompt:
 
     @property
     def block_hashes(self) -> list[int]:
-        return [hash((self.all_token_ids[0], end)) for end in range(self.num_prompt_tokens // BLOCK)]
+        return [hash((self.all_token_ids[0], end)) for end in range(len(self.all_token_ids) // BLOCK)]
 
 
 def prompt(tokens: int, story: int = 0) -> Prompt:
