@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from serving import FORKING
@@ -14,26 +12,23 @@ from serving import FORKING
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
-from experiments.offload_sweep import ALL, NAMES, TABLES, Engine, at_rate, main, plans_named, seeds_of
+from experiments.offload_sweep import Engine, at_rate, main, plans_named
 from experiments.policies import no_retention
 from experiments.server import ServerError
 from experiments.sweep import conditions
-from experiments.sweep.cases import ENDLESS, PEERS, STOCK, Live, Point, SweepError
+from experiments.sweep.cases import ENDLESS, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
-from experiments.sweep.live import MACHINES, WATERMARK, arguments, l1_of, machine_of, selection_of
+from experiments.sweep.live import WATERMARK, l1_of, machine_of
 from experiments.sweep.live import run as run_live
-from experiments.sweep.live_plans import ABLATION, LIVE_PLANS
+from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
-from experiments.sweep.readout import caption, found, ratios, table
+from experiments.sweep.readout import caption, found, table
 from experiments.sweep.rows import COLUMNS, LIVE, Rows, key
 from experiments.sweep.runner import complete
 from experiments.sweep.simulated import run
 
 SMALL = Point(STOCK, programs=12, jps=0.1, seed=1)
 BARE = replace(SMALL, contender="continuum")
-PUBLISHED = replace(SMALL, contender="continuum-published")
-DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0, link_gbps=2.0, ssd_gbps=1.0)
-FREE = replace(DISK, link_gbps=1e9, ssd_gbps=1e9)
 
 
 def finished(rows: Rows, *cases: Point) -> dict[Point, float]:
@@ -69,12 +64,6 @@ def test_a_quick_figure_leaves_its_rows_two_tables_and_two_pictures(rows: Rows) 
     assert "| 0.1 programs/s | continuum |" in (rows.path.parent / "fig8-quick.md").read_text()
 
 
-def test_a_point_gives_the_same_digits_again(rows: Rows, tmp_path: Path) -> None:
-    again = Rows(tmp_path / "again.csv")
-    finished(again, BARE)
-    assert again.of([BARE]) == rows.of([BARE])
-
-
 def test_a_time_to_live_of_nothing_shows_in_the_figure(
     rows: Rows, policy: Callable[[str, Policy], Point]
 ) -> None:
@@ -94,19 +83,6 @@ def test_a_broken_order_shows_in_the_figure(rows: Rows, policy: Callable[[str, P
     mutant = policy("backwards", replace(published, retain=no_retention, order=backwards))
     job_s = finished(rows, order, mutant)
     assert job_s[mutant] > 1.04 * job_s[order]
-
-
-def test_a_free_reload_shows_in_the_figure(rows: Rows) -> None:
-    job_s = finished(rows, DISK, FREE)
-    assert job_s[DISK] > 1.1 * job_s[FREE]
-
-
-def test_endless_memory_recomputes_least(rows: Rows) -> None:
-    endless = replace(SMALL, contender=ENDLESS)
-    cases = [SMALL, PUBLISHED, endless]
-    finished(rows, *cases)
-    computed = {case: int(row["computed_tokens"]) for case, row in found(rows, cases)}
-    assert computed[endless] < computed[PUBLISHED] < computed[SMALL]
 
 
 def test_finished_rows_are_kept_and_not_run_again(rows: Rows) -> None:
@@ -140,15 +116,6 @@ def test_every_input_is_in_the_key() -> None:
     assert len({key(case) for case in [SMALL, *changed]}) == len(changed) + 1
 
 
-def test_rows_of_other_code_stay_in_the_file_and_are_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    Rows(path).add(SMALL, {"job_mean_s": 1.0})
-    header, line = path.read_text().splitlines()
-    cells = line.split(",")
-    path.write_text("\n".join([header, ",".join([cells[0], "other-code", *cells[2:]]), ""]))
-    assert Rows(path).missing([SMALL]) == [SMALL]
-
-
 def test_a_torn_line_and_a_foreign_file_are_refused_with_what_to_do(tmp_path: Path) -> None:
     torn, foreign = tmp_path / "torn.csv", tmp_path / "foreign.csv"
     torn.write_text(",".join(COLUMNS) + "\nabc,def\n")
@@ -157,12 +124,6 @@ def test_a_torn_line_and_a_foreign_file_are_refused_with_what_to_do(tmp_path: Pa
         Rows(torn)
     with pytest.raises(SweepError, match="not the columns of schema"):
         Rows(foreign)
-
-
-def test_a_setting_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CONTINUUM_MAX_TTL_S", "1")
-    with pytest.raises(SweepError, match="CONTINUUM_MAX_TTL_S in the environment"):
-        complete(Rows(tmp_path / "rows.csv"), [SMALL], jobs=1)
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
@@ -177,12 +138,6 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         main(["fig99"])
 
 
-def test_seeds_are_a_range_or_a_list() -> None:
-    assert (seeds_of("1..3"), seeds_of("1,4"), seeds_of("7")) == ([1, 2, 3], [1, 4], [7])
-    with pytest.raises(SweepError, match="write 1..5"):
-        seeds_of("5..1")
-
-
 def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_are_not_read(
     tmp_path: Path,
 ) -> None:
@@ -193,21 +148,6 @@ def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_a
     text = (tmp_path / "live.csv").read_text()
     (tmp_path / "live.csv").write_text(text.replace(conditions.machine(), "another"))
     assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == [case]
-
-
-def test_a_server_in_float32_has_tiers_of_as_many_tokens() -> None:
-    half, full = (replace(MACHINES["cpu-tiny"], dtype=dtype) for dtype in ("bfloat16", "float32"))
-    case = Live(STOCK, 3, 2.0, 1, dram_gb=1.0, ssd_gb=2.0)
-    assert full.gib(case.dram_gb) == 2 * half.gib(case.dram_gb)
-    args, _ = arguments(case, full, None)
-    assert args[args.index("--dtype") + 1] == "float32"
-
-
-def test_live_rows_say_how_much_the_machines_speed_changed(tmp_path: Path) -> None:
-    rows, cases = Rows(tmp_path / "live.csv", LIVE), [Live(STOCK, 3, 2.0, seed) for seed in (1, 2)]
-    pairs = [(case, rows.add(case, {"jobs": 3, "probe_s": 0.2 * case.seed})) for case in cases]
-    assert caption(pairs).endswith("whose slowest probe took 2.00 times its fastest")
-    assert 0 < conditions.probe_s() < 60
 
 
 def test_a_server_that_fails_costs_its_own_row_alone(
@@ -228,18 +168,6 @@ def test_a_server_that_fails_costs_its_own_row_alone(
     assert "exited with 1" in capsys.readouterr().err
 
 
-def test_the_time_of_other_processes_and_of_the_hosts_other_machines_is_not_ours(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(conditions, "others_cpu_s", partial(next, iter((10.0, 14.0))))
-    monkeypatch.setattr(conditions, "stolen_cpu_s", partial(next, iter((1.0, 2.0))))
-    clock = SimpleNamespace(monotonic=partial(next, iter((100.0, 108.0))))
-    monkeypatch.setattr(conditions, "time", clock)
-    assert conditions.OtherLoad().figures() == {"others_cores": 0.5, "stolen_cores": 0.125}
-    monkeypatch.undo()
-    assert conditions.others_cpu_s() > 0 and conditions.stolen_cpu_s() >= 0
-
-
 @pytest.mark.real
 def test_a_live_case_runs_on_a_server_of_its_own_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,33 +184,6 @@ def test_a_live_case_runs_on_a_server_of_its_own_and_once(
     before = rows.path.read_text()
     complete(Rows(rows.path, LIVE), [case], jobs=1, quiet=True)
     assert rows.path.read_text() == before
-
-
-def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Path) -> None:
-    rows = Rows(tmp_path / "live_sweep.csv", LIVE)
-    for at, case in enumerate(LIVE_PLANS["fig9"].cases(Size.QUICK, [1]), 1):
-        rows.add(case, {"job_mean_s": float(at), "jobs": 6})
-    main(["fig9"], engine=Engine.LIVE, quick=True, out=tmp_path)
-    text = (tmp_path / "fig9-live-quick.md").read_text()
-    assert "real servers: swe, n = 6 programs, 1 a second" in text
-    assert "| 1 programs/s | continuum+LMCache |" in text
-
-
-def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_published_and_peers() -> None:
-    cases = LIVE_PLANS["agents"].cases(Size.DEFAULT, [3])
-    assert len(cases) == 2 * 2 * 7 and len({case.workload for case in cases}) == 2
-    assert {case.contender for case in cases} == {*ABLATION, *PEERS} - {"static-ttl"}
-    fitted = [selection_of(replace(case, workload=case.workload.partition(":")[0])) for case in cases]
-    assert max(program.context_tokens for program in fitted[0].programs()) <= 4096
-
-
-@pytest.mark.usefixtures("traces")
-def test_agents_traces_run_live_over_lmcaches_server_with_a_dram_that_holds_every_program() -> None:
-    cases = [case for case in LIVE_PLANS["agents-mp"].cases(Size.DEFAULT, [3]) if isinstance(case, Live)]
-    assert len(cases) == 2 * 4 and {case.contender for case in cases} >= {STOCK, "continuum"}
-    machine = machine_of(cases[0])
-    contexts = [program.context_tokens for program in selection_of(cases[0]).programs(lambda _: None)]
-    assert cases[0].dram_gb * 1e9 > sum(contexts) * machine.kv_bytes_per_token
 
 
 def test_over_lmcaches_server_a_disk_s_loads_have_room_in_l1_beside_the_case_s_dram() -> None:
@@ -307,11 +208,6 @@ def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:
         main(["fig8"], quick=True, jps=2.0)
 
 
-def test_options_that_leave_no_row_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no row is left by --regimes, --contenders and --tiers"):
-        main(["agents-mp"], engine=Engine.LIVE, tiers="disk", out=tmp_path)
-
-
 def test_the_live_engine_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     for case, expected in (
         (Live(ENDLESS, 3, 1.0, 1), "contender is 'endless-gpu'; known to --engine live: fcfs"),
@@ -323,18 +219,6 @@ def test_the_live_engine_refuses_what_it_cannot_run(tmp_path: Path) -> None:
             run_live(case, tmp_path)
     with pytest.raises(SweepError, match="figure 'tiers' is not known to --engine live"):
         plans_named(["tiers"], Engine.LIVE)
-
-
-def test_a_ratio_pairs_the_seeds() -> None:
-    assert ratios({1: 10.0, 2: 40.0, 3: 1.0}, {2: 10.0, 1: 5.0}) == [2.0, 4.0]
-
-
-def test_every_figure_plans_cases_of_its_baseline_in_every_size() -> None:
-    for plan in PLANS.values():
-        for size in Size:
-            cases = plan.cases(size, [1, 2])
-            assert len(set(cases)) == len(cases)
-            assert plan.baseline in {plan.label(case) for case in cases}
 
 
 def test_a_figure_says_its_size_rate_seeds_and_that_nothing_was_measured(rows: Rows, tmp_path: Path) -> None:
@@ -349,9 +233,3 @@ def test_a_figure_says_its_size_rate_seeds_and_that_nothing_was_measured(rows: R
     assert [line[1] for line in table(plan, pairs)[1:]] == ["fcfs", "continuum"]
     png, svg = draw(plan, pairs, tmp_path / "figure")
     assert png.stat().st_size > 10_000 and "<svg" in svg.read_text()
-
-
-def test_the_help_names_every_figure_that_each_engine_takes() -> None:
-    simulated, live, either = (part.split(": ")[1].split(", ") for part in NAMES.split("; "))
-    assert plans_named(live, Engine.LIVE) == LIVE_PLANS and either == [ALL]
-    assert plans_named(simulated) == PLANS and {*TABLES} < {*simulated}

@@ -46,6 +46,12 @@ def test_loads_at_the_profiles_rate_change_nothing_but_its_samples():
     assert costs.prefill == PROFILE.prefill
 
 
+@pytest.mark.parametrize("times", [10.0, 1.5, 0.7])
+def test_fifty_loads_at_another_rate_bring_the_rate_there_however_little_it_differs(times):
+    found = after(*[load(times)] * 50).costs.dram.bytes_per_s
+    assert found == pytest.approx(1e6 / times, rel=0.05)
+
+
 @pytest.mark.parametrize(("costs", "most"), [(PROFILE, 2.0), (UNMEASURED, 3.17)], ids=["measured", "assumed"])
 @pytest.mark.parametrize("seconds", [10.0, 1e9])
 def test_one_slow_load_does_not_halve_a_measured_rate_and_moves_a_guess_more(costs, most, seconds):
