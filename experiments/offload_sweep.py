@@ -8,7 +8,7 @@
     python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine where 1 evicts nothing
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig14 disks, fig15 ablation,
-peers; --engine live has fig8, fig9, fig10, fig14,
+peers, tiers, cards; --engine live has fig8, fig9, fig10, fig14,
 fig15, pressure, peers, agents and agents-mp, at a small machine's size (sweep/live_plans.py). `goals` is
 the table of the policy's goals, with seeds it was not tuned on (--full: all of them; --regimes: some).
 `traces` is the table on real agents' traces, which are not part of the project (sim/trace_programs.py).

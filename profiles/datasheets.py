@@ -39,13 +39,13 @@ DISK_WRITE_BYTES_PER_S = 3e9  # assumed, of the same drive
 KV_TOKENS = {"a100-80gb": 480_000, "h100": 434_000, "h200": 868_000, "b200": 1_168_000}
 
 
-def derived(name: str) -> dict[str, Any]:
-    """The profile of a card in KV_TOKENS for Llama 3.1 8B."""
+def derived(name: str, kv_tokens: int | None = None) -> dict[str, Any]:
+    """The profile of a card for Llama 3.1 8B. `kv_tokens`: of a card that is not in KV_TOKENS."""
     card = CARDS[name]
     kv_bytes_per_token = 2 * LAYERS * KV_HEADS * HEAD_SIZE * VALUE_BYTES
     costs = assumed_costs(card, PARAMETERS, LAYERS * HIDDEN, kv_bytes_per_token)
     return {
-        **sections(card, costs, VALUE_BYTES * PARAMETERS, KV_TOKENS[name]),
+        **sections(card, costs, VALUE_BYTES * PARAMETERS, kv_tokens or KV_TOKENS[name]),
         "provenance": {
             "measured": False,
             "device": name,

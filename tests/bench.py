@@ -91,6 +91,8 @@ class Bench:
             config.cache_config.mamba_cache_mode = "align"
         groups = [KVCacheGroupSpec([f"layer {i}" if i else "layer"], each) for i, each in enumerate(specs)]
         caches = KVCacheConfig(blocks, [], groups)
+        retention = "prefix_cache_retention_interval"  # of windows and states; vLLM 0.30 has none
+        vars(caches)[retention] = vars(config.cache_config).get(retention)
         self.now_s = 1000.0
         self.sampled = 7  # the answer to every request
         self.scheduler = scheduler_cls(

@@ -115,9 +115,14 @@ class Machine:
         return found
 
 
+SMALL_KV_TOKENS = {"a10": 26_880, "rtx-5090": 95_856, "l40s": 192_768}  # as the doctor computes them
 PAIR = "2xh100-qwen3-coder-30b"  # the machine of the public closed-loop figures
 MACHINES = {
     name: Machine.from_profile(derived(card), name)
     for name, card in {"a100": "a100-80gb", "h100": "h100", "h200": "h200", "b200": "b200"}.items()
-} | {PAIR: Machine.from_profile(yaml.safe_load((PROFILES / f"{PAIR}.yaml").read_text()), PAIR)}
+}
+MACHINES |= {
+    card: Machine.from_profile(derived(card, tokens), card) for card, tokens in SMALL_KV_TOKENS.items()
+}
+MACHINES |= {PAIR: Machine.from_profile(yaml.safe_load((PROFILES / f"{PAIR}.yaml").read_text()), PAIR)}
 """Eight-billion-parameter serving on one card, from data sheets (profiles/datasheets.py); and PAIR."""

@@ -36,6 +36,8 @@ DRAM_GB = 100.0  # the paper's, for an A100
 SLOW_DRAM_GB = 20.0  # in front of a disk
 TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
 KV_CONTEXTS = 6.0  # mean final contexts in that, as 480k tokens are to Table 1's mean program
+BY_MEMORY = ("a10", "rtx-5090", "l40s", "a100")  # 24, 32, 48, 80 GB
+CARD_DRAM_GB = 64.0
 CODING = "claude-code-swe"  # a shape of sim/fitted_programs.py
 Cases = Callable[[Size, Sequence[int]], list[Case]]
 
@@ -89,6 +91,16 @@ def by_tiers(size: Size, seeds: Sequence[int]) -> list[Case]:
     agents = Point(STOCK, 1, 0.0, 0, f"trace:{CODING}:{FITTED}", load=1.0, kv_contexts=KV_CONTEXTS)
     tiered = [replace(agents, dram_kv=dram, ssd_kv=ssd) for dram, ssd in TIERS.values()]
     return points(size, seeds, ABLATION, *tiered)
+
+
+def by_card(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """A published sweep's jobs on cards of 24 to 80 GB, with and without DRAM."""
+    rates = (1.0,) if size is Size.QUICK else (0.3, 1.0)
+    sized = [
+        Point(STOCK, 1, jps, 0, "seeds-sweep", card, gb)
+        for jps, card, gb in product(rates, BY_MEMORY, (0.0, CARD_DRAM_GB))
+    ]
+    return points(size, seeds, (STOCK, "continuum-published", "no-pins", "continuum"), *sized)
 
 
 def by_ssd(size: Size, seeds: Sequence[int]) -> list[Case]:
