@@ -50,8 +50,7 @@ def kv_fingerprint(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def _values(config: Any, names: tuple[str, ...]) -> list[str]:
-    """Not each supported vLLM has all of them."""
-    return [str(getattr(config, name, None)) for name in names]
+    return [str(getattr(config, name)) for name in names]
 
 
 def _of_model(model: ModelConfig, load: LoadConfig) -> list[Any]:

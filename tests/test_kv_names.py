@@ -35,13 +35,20 @@ class Deployment:
             model_weights="",
             dtype=torch.bfloat16,
             quantization=None,
+            quantization_config=None,
+            config_format="auto",
             hf_overrides={},
             hf_config={},
             max_model_len=4096,
             seed=0,
         )
         self.load, self.block_tokens = LoadConfig(), 16
-        self.cache = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
+        self.cache = SimpleNamespace(
+            cache_dtype="auto",
+            kv_cache_dtype_skip_layers=[],
+            mamba_cache_dtype="auto",
+            mamba_ssm_cache_dtype="auto",
+        )
         self.ranks = SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
         )

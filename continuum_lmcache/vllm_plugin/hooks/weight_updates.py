@@ -2,8 +2,8 @@
 trainers' worker extensions, an adapter that replaces itself, a trainer's word that it has changed them.
 Sleep and pause reset the connector's cache themselves.
 
-Seams, from vLLM 0.30 to 0.33, run between two steps: EngineCore.collective_rpc, .add_lora, and
-.set_weight_version, which not all of these have.
+Seams, unchanged from vLLM 0.30 to 0.33, which run between two steps: EngineCore.collective_rpc, .add_lora
+and .set_weight_version.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCore
 
     for name, may_change in MAY_CHANGE.items():
-        if hasattr(EngineCore, name):
-            _note_before(EngineCore, name, may_change)
+        _note_before(EngineCore, name, may_change)
 
 
 def _note_before(engine: Any, name: str, may_change: Callable[..., bool]) -> None:
