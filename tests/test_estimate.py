@@ -48,6 +48,14 @@ def test_a_server_that_runs_continuum_is_sent_to_status(command: Command) -> Non
         assert "continuum-lmcache status" in command.refused("estimate", url)
 
 
+def test_without_a_clone_a_trace_is_refused_with_what_to_do(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "SIMULATION", tmp_path / "estimate.py")
+    assert "git clone" in command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
+    assert "give the URL" in command.refused("estimate")
+
+
 def test_a_trace_gets_the_simulators_answer_for_the_model_and_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

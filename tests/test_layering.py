@@ -1,7 +1,7 @@
 """The import rules, checked by tests.
 
 types, config, errors <- tools, reload <- programs <- admission, telemetry <- retention <- capacity, engine
-experiments -> connectors -> core <- vllm_plugin, console, recordings
+experiments -> connectors -> core <- vllm_plugin, console, report, recordings
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CORE_FILES = sorted(
 PLUGIN = sorted((PACKAGE / "vllm_plugin").rglob("*.py"))
 SERVE = sorted((PACKAGE / "serve").rglob("*.py"))
 RECORDINGS = sorted((PACKAGE / "recordings").rglob("*.py"))
-CONSOLE = sorted((PACKAGE / "console").rglob("*.py"))
-CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "rich", "prometheus_client"}
+CONSOLE = sorted([*(PACKAGE / "console").rglob("*.py"), *(PACKAGE / "report").rglob("*.py")])
+CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "plotly", "rich", "prometheus_client"}
 CONNECTORS = sorted((ROOT / "connectors").rglob("*.py"))
 MOST_FILES = 12  # of a folder of the product, its __init__ among them
 
@@ -89,7 +89,7 @@ def test_the_core_has_no_clock_and_no_files() -> None:
 def test_only_the_plugin_and_the_connectors_import_vllm_and_only_connectors_lmcache() -> None:
     for path in PLUGIN:
         assert not tops(path) & {"lmcache", "connectors", "experiments"}, path
-        assert not parts(path) & {"console", "recordings", "capacity"}, path
+        assert not parts(path) & {"console", "report", "recordings", "capacity"}, path
     for path in CONNECTORS:
         names = list(imported(path))
         assert not any("vllm_plugin" in name for name in names), path
@@ -101,7 +101,7 @@ def test_only_the_plugin_and_the_connectors_import_vllm_and_only_connectors_lmca
 def test_serve_alone_imports_ray_and_leaves_vllm_to_the_plugin() -> None:
     for path in SERVE:
         assert not tops(path) & {"vllm", "lmcache", "experiments"}, path
-        assert not parts(path) & {"console", "recordings", "capacity"}, path
+        assert not parts(path) & {"console", "report", "recordings", "capacity"}, path
     for path in {*PACKAGE.rglob("*.py"), *CONNECTORS} - {*SERVE}:
         assert "ray" not in tops(path) and "serve" not in parts(path), path
 
@@ -128,9 +128,9 @@ def test_the_console_asks_the_core_and_few_libraries_and_connectors_only_when_ru
         assert "vllm_plugin" not in parts(path), path
 
 
-def test_the_console_starts_without_the_engines() -> None:
+def test_the_console_starts_without_the_engines_and_the_plotting() -> None:
     """By the modules that are really loaded: the doctor must run without an engine."""
-    heavy = {"vllm", "lmcache", "torch", "connectors", "numpy"}
+    heavy = {"vllm", "lmcache", "torch", "plotly", "connectors", "numpy"}
     code = f"import sys, continuum_lmcache.console.app; sys.exit(str({heavy!r} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.stderr.strip() == "set()"
@@ -138,7 +138,7 @@ def test_the_console_starts_without_the_engines() -> None:
 
 def test_only_the_edges_know_of_the_console() -> None:
     for path in [*CORE_FILES, *PLUGIN, *CONNECTORS]:
-        assert not parts(path) & {"console", "recordings"}, path
+        assert not parts(path) & {"console", "report", "recordings"}, path
 
 
 def test_no_class_of_the_product_has_the_name_of_another() -> None:

@@ -31,9 +31,9 @@ from serving import BLOCK, CHUNK_GIB, DTYPE, HTTP, OF_VLLM, Server, ids
 from serving import serve as serve_forking
 from waiting import PATIENCE_S, wait_for
 
-from continuum_lmcache.console.report import write_page
 from continuum_lmcache.programs.identity import REFUSED
 from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.report.page import page
 from experiments.server import processes, reserved_port, serve
 
 pytestmark = pytest.mark.real
@@ -486,9 +486,7 @@ def test_control_characters_in_ids_harm_neither_metrics_nor_files(continuum: Con
     assert not any("evil" in name for name in metrics())
 
 
-def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(
-    continuum: Continuum, tmp_path: Path
-) -> None:
+def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(continuum: Continuum) -> None:
     call = f"```bash\npytest tests/{CANARY} && cat {CANARY}.txt\n```"
     message = {"role": "user", "content": f"the secret is {CANARY}"}
     body = {
@@ -501,9 +499,7 @@ def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(
     answer = HTTP.post(f"{continuum.url}/v1/chat/completions", json=body).json()
     assert CANARY in answer["choices"][0]["message"]["content"]
     texts = recorded(continuum, '"pytest"')
-    page = tmp_path / "report.html"
-    write_page([load(continuum.run)], page)
-    texts.append(page.read_text())
+    texts.append(page([load(continuum.run)]))
     assert not any(CANARY in text for text in texts)
 
 

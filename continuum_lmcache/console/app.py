@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from typer.exceptions import TyperException
 from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
-from continuum_lmcache.console import report as reports
 from continuum_lmcache.console import status as statuses
 from continuum_lmcache.console.health_rules import policy, would_help
 from continuum_lmcache.console.metrics_page import scrape
@@ -36,6 +36,11 @@ from continuum_lmcache.recordings.reader import load, story
 from continuum_lmcache.telemetry.findings import plain
 
 BAD_INPUT = 2
+SIMULATION = Path(__file__).parents[2] / "experiments" / "estimate.py"  # in a clone
+NO_SIMULATION = (
+    "a trace needs the simulator, which only a clone has: git clone this project's repository, run make "
+    "install in it, and give the same command as .venv/bin/continuum-lmcache"
+)
 SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
@@ -100,11 +105,24 @@ def doctor(
 
 @app.command()
 def estimate(
-    url: Annotated[str, typer.Argument(help="base URL of a stock vLLM server, under its usual load")],
+    url: Annotated[str, typer.Argument(help="base URL of a stock vLLM server, under its usual load")] = "",
     seconds: Annotated[float, typer.Option(min=1, help="between the two looks at /metrics")] = 60.0,
+    trace: Annotated[Path | None, typer.Option(help="in place of URL: a trace of your agents' runs")] = None,
+    model: Annotated[str, typer.Option(help="with --trace: as the doctor's MODEL")] = "",
+    gpu: Annotated[str, typer.Option(help="with --trace: a card, h100")] = "",
+    dram_gb: Annotated[float, typer.Option(min=0, help="with --trace: of LMCache, 0 for none")] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Whether continuum would help: yes, little, no, or too early to tell, and because of what."""
+    if bool(url) == (trace is not None):
+        raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
+    if trace is not None:
+        if not SIMULATION.is_file():
+            raise ConfigError(NO_SIMULATION)
+        options = ["--model", model, "--gpu", gpu, "--dram-gb", str(dram_gb)]
+        raise typer.Exit(
+            subprocess.run([sys.executable, SIMULATION, trace, *options], check=False).returncode
+        )
     at = url.rstrip("/").removesuffix("/v1")
     first = scrape(at)
     if policy(first):
@@ -135,11 +153,13 @@ def status(
 def report(
     run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
     other: Annotated[Path | None, typer.Argument(help="a second one, shown beside it")] = None,
-    out: Annotated[Path | None, typer.Option(help="an HTML page to write the same to")] = None,
-    program: Annotated[str, typer.Option(help="instead, every event and decision of this one")] = "",
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    program: Annotated[
+        str, typer.Option(help="instead of a page, every event and decision of this one")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """What happened in a recorded run, or in two: what each program did and when, and all figures."""
+    """What happened in a recorded run, as one HTML page that needs no network; or in two, side by side."""
     if program:
         print(*story(run, program), sep="\n")
         return
@@ -148,9 +168,13 @@ def report(
         found = [{"name": one.name, "summary": summary(one), **figures(one)} for one in runs]
         print(json.dumps({"schema": 1, "runs": found}, indent=1))
         return
-    if out is not None:
-        reports.write_page(runs, out)
-    reports.show(runs, Console())
+    from continuum_lmcache.report.page import page  # plotly is an extra and takes a second
+
+    text = page(runs)
+    out.write_text(text, encoding="utf-8")
+    for one in runs:
+        print(f"{one.name}: {summary(one)}")
+    print(f"wrote {out}: {len(text) / 1e6:.1f} MB, no network needed")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

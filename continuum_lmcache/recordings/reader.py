@@ -172,7 +172,7 @@ def story(path: Path, program: str) -> Iterator[str]:
     if not found:
         raise TraceError(
             f"{path}: no program {program!r}; names are hashes, unless the server has continuum.record_ids: "
-            "the report lists them"
+            "the report's timeline lists them"
         )
     for event in found:
         kind, since_s = event.kind.removesuffix("_time"), event.time_s - found[0].time_s

@@ -1,0 +1,1 @@
+"""The HTML page on recorded runs. Needs plotly."""

@@ -1,0 +1,132 @@
+"""The report's figures. Readable without colour: by shade, dash and width."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from continuum_lmcache.recordings.figures import first_tokens_s
+from continuum_lmcache.recordings.reader import RecordedProgram, Recording
+
+LETTERS, LINES = ("A", "B"), ("solid", "dash")
+OURS, OTHER = "#1b3a5b", "#8c8c8c"  # lines of continuum and of other policies
+LAYOUT = {
+    "template": "plotly_white",
+    "font": {"size": 12},
+    "margin": {"l": 60, "r": 40, "t": 90, "b": 50},
+    "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+}
+STATES = {  # of a program: colour, width of the bar
+    "queued": ("#f0c27b", 0.8),
+    "loading": ("#c0392b", 0.8),
+    "running": ("#1b3a5b", 0.8),
+    "tool": ("#dfe4ea", 0.8),
+    "pinned": ("#3c9d6d", 0.3),
+}
+PROGRAMS_SHOWN = 300
+ROW_PX = 16
+NAME_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One program in one state (STATES), on the wall clock.
+
+    A pin overlaps its tool's time. A load has no length: how long it took is not recorded.
+    """
+
+    state: str
+    start_s: float
+    end_s: float
+    about: str  # one line of text for the reader
+
+
+def spans(program: RecordedProgram, end_s: float) -> Iterator[Span]:
+    """All spans of a program; states that were open at the recording's end last until then."""
+    for number, turn in enumerate(program.turns, 1):
+        gone_s = end_s if turn.departure_s is None else turn.departure_s
+        started_s = gone_s if turn.started_s is None else turn.started_s
+        yield Span("queued", turn.arrival_s, started_s, f"turn {number} waits")
+        if turn.started_s is not None:
+            in_dram, on_disk, computed = (turn.sources[place] for place in ("DRAM", "disk", "computed"))
+            if in_dram or on_disk:
+                loaded = f"turn {number} loads {in_dram:,} tokens from DRAM, {on_disk:,} from disk"
+                yield Span("loading", started_s, started_s, loaded)
+            about = f"turn {number}: {turn.prompt_tokens:,} prompt tokens, {computed:,} of them computed; "
+            about += f"{turn.output_tokens:,} generated; preempted {turn.preemptions} times"
+            yield Span("running", started_s, gone_s, about)
+        if turn.gap_s is not None:
+            ttl = f", TTL {turn.ttl_s:.3g} s" if turn.ttl_s is not None else ""
+            about = f"{turn.tool or 'no tool recognised'}: {turn.gap_s:.3g} s{ttl}"
+            yield Span("tool", gone_s, gone_s + turn.gap_s, about)
+    for pin in program.pins:
+        until_s = end_s if pin.ended_s is None else pin.ended_s
+        yield Span("pinned", pin.taken_s, until_s, f"{pin.blocks:,} blocks pinned, {pin.outcome}")
+
+
+def plain(text: str) -> str:
+    """A client's text for plotly, which reads markup: escaped, printable, and of limited length."""
+    clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return html.escape(clean if len(clean) <= NAME_CHARS else clean[: NAME_CHARS - 1] + "…")
+
+
+def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
+    """One row per program, by arrival; drag to zoom, double click to see all again."""
+    shown = run.programs[:PROGRAMS_SHOWN]
+    drawn = [(row, span) for row, program in enumerate(shown) for span in spans(program, run.end_s)]
+    names, figure = [plain(program.id) for program in shown], go.Figure()
+    for state, (colour, width) in STATES.items():
+        mine = [(row, span) for row, span in drawn if span.state == state and span.end_s >= span.start_s]
+        begins_s = [span.start_s - run.start_s for _, span in mine]
+        lasts_s = [span.end_s - span.start_s for _, span in mine]
+        about = [
+            f"{names[row]}<br>{html.escape(span.about)}<br>{at_s:.2f} to {at_s + for_s:.2f} s"
+            for (row, span), at_s, for_s in zip(mine, begins_s, lasts_s, strict=True)
+        ]
+        line = {"color": colour, "width": 2 if state == "loading" else 0}  # it has no length
+        figure.add_bar(
+            name=state,
+            orientation="h",
+            y=[row for row, _ in mine],
+            x=lasts_s,
+            base=begins_s,
+            width=width,
+            marker={"color": colour, "line": line},
+            hovertext=about,
+            hoverinfo="text",
+        )
+    rest = len(run.programs) - len(shown)
+    title = f"{letter}: what each program was doing"
+    title += f" (the first {len(shown)}, {rest} more)" if rest else ""
+    figure.update_layout(LAYOUT, title=title, barmode="overlay", height=160 + ROW_PX * len(shown))
+    figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
+    rows = list(range(len(names)))
+    return figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(names) - 0.5, -0.5])
+
+
+def first_tokens(runs: Sequence[Recording]) -> go.Figure:
+    """The share of turns whose first token came within a time, for programs' first and later turns."""
+    waits = [first_tokens_s(run) for run in runs]
+    figure = make_subplots(rows=1, cols=len(waits[0]), subplot_titles=list(waits[0]))
+    for letter, dash, run, found in zip(LETTERS, LINES, runs, waits, strict=False):
+        colour = OURS if run.about["policy"] == "continuum" else OTHER
+        for column, values_s in enumerate(map(sorted, found.values()), 1):
+            figure.add_scatter(
+                x=[*values_s[:1], *values_s],
+                y=[i / max(1, len(values_s)) for i in range(len(values_s) + 1)],
+                name=letter,
+                showlegend=column == 1,
+                mode="lines",
+                line={"shape": "hv", "dash": dash, "color": colour},
+                row=1,
+                col=column,
+            )
+    figure.update_xaxes(title="seconds from arrival to first token", rangemode="tozero")
+    figure.update_yaxes(range=[0, 1.02])
+    return figure.update_layout(
+        LAYOUT, title="First tokens: share of turns within a time", height=360, legend_y=1.12
+    )
