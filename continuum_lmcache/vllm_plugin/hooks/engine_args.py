@@ -232,11 +232,8 @@ def prepare_connector(config: VllmConfig, waits: bool) -> None:
             extra[SERVER_ARGS] = f"--l1-size-gb {size_gib:g} {extra.get(SERVER_ARGS, '')}"
     for inner in connectors_inside(extra) if transfer.kv_connector == "MultiConnector" else ():
         if inner in OURS:
-            logger.warning(
-                "%s inside MultiConnector is the stock one, without our checks; name %s there",
-                inner,
-                OURS[inner][0],
-            )
+            text = "%s inside MultiConnector is the stock one, without our checks; name %s there"
+            logger.warning(text, inner, OURS[inner][0])
     connector = KVConnectorFactory.get_connector_class(transfer)
     if (check := getattr(connector, "check_settings", None)) is not None:
         check(config)
