@@ -12,7 +12,7 @@ from recorded import EPOCH_S, KEEP, Run, recording, saved, written
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recordings.figures import figures, spread, summary
 from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.telemetry.events import TurnArrived, TurnFinished
+from continuum_lmcache.telemetry.events import PinRenewed, ProgramEnded, TurnArrived, TurnFinished
 from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
@@ -25,7 +25,9 @@ def two_programs() -> EventRecorder:
     run.turn("b", "b1", (1, 3, 5), prompt_tokens=200, keep=KEEP)
     run.unpinned(6, "a", PinEnd.REUSED)
     run.turn("a", "a2", (6, 6, 10), prompt_tokens=200, served=(90, 30, 20), tool=("pytest", "bash"))
+    run.recorder.record(PinRenewed(7, ProgramId("b"), 8))
     run.unpinned(8, "b", PinEnd.EXPIRED)
+    run.recorder.record(ProgramEnded(10, ProgramId("a"), 2))
     return run.recorder
 
 

@@ -18,6 +18,7 @@ from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 FACTS = ("model", "policy", "machine", "versions")  # of the header
 SOURCES = {"GPU": "gpu_tokens", "DRAM": "dram_tokens", "disk": "ssd_tokens"}
+OF_NO_TURN = ("renewed_time", "ended_time")  # and without a figure here
 TIMED = ("_time", "_to_running")  # ends of events' names; the time is an event's first field
 LAST_S = 1e11  # no wall clock shows more
 
@@ -98,7 +99,7 @@ class RecordedProgram:
         elif kind == "unpinned_time":
             if self.pins and self.pins[-1].ended_s is None:
                 self.pins[-1].ended_s, self.pins[-1].outcome = time_s, str(event["outcome"])
-        elif (found := self._live.get(event["turn"])) is not None:
+        elif kind not in OF_NO_TURN and (found := self._live.get(event["turn"])) is not None:
             self._change(found, kind, time_s, event)
 
     def _change(self, turn: RecordedTurn, kind: str, time_s: float, event: Event) -> None:
