@@ -3,7 +3,7 @@
     python tests/forking_vllm.py serve MODEL ...
 
 On a CPU vLLM spawns them, and each imports everything anew: some seconds of a core. That a spawned process
-loads the plugin by itself is tested where the command is `vllm`: test_serving.
+loads the plugin by itself is tested where vLLM itself is started: test_wheel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Eight programs at once over GPU, DRAM and disk, evicted, preempted, loaded again: token for token right."""
+"""vLLM's Python interface over GPU, DRAM and disk: programs that are evicted, preempted and loaded again are
+token for token right.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 from forking_vllm import fork_from_now_on
+from serving import BLOCK, ids
 from waiting import until_stored
 
 from experiments.exactness import (
@@ -58,3 +61,25 @@ def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
     until_stored(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler._engine.pins.pinned and scheduler.get_kv_cache_usage() == 0.0
+
+
+def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    found_tokens = scheduler._parts.residency.prompt_tokens
+
+    def turn(prompt: list[int], **fields: Any) -> list[int]:
+        params = SamplingParams(
+            temperature=0, max_tokens=4, ignore_eos=True, extra_args={"job_id": "p", **fields}
+        )
+        answer = llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)[0]
+        return prompt + list(answer.outputs[0].token_ids)
+
+    first, before = turn(ids(5 * BLOCK)), found_tokens["gpu"]
+    assert scheduler._engine.pins.pinned_blocks == 5
+    turn(first + ids(7, 1), is_last_step=True)
+    assert found_tokens["gpu"] - before == 5 * BLOCK
+    until_stored(llm)
+    assert scheduler.get_kv_cache_usage() == 0.0
