@@ -1,4 +1,8 @@
-"""The wheel's contents, its dependencies, and that it serves without the checkout on the path."""
+"""The wheel's contents, its dependencies, and that it serves without the checkout on the path, in bfloat16.
+
+vLLM spawns its processes here, as it does for users; other tests of servers fork them, and compute in float32
+on a CPU without instructions for bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
-import httpx
 import pytest
+from serving import CHUNK, HTTP, Server, ids
+from waiting import wait_for
 
 from experiments.server import CPU_ARGS, CPU_ENV, reserved_port, stop, wait_until_healthy
 
@@ -106,7 +111,7 @@ def test_the_module_paths_that_users_name_are_found_in_the_wheel(python: Path, t
 
 
 @pytest.fixture
-def url(python: Path, model: Path, tmp_path: Path) -> Iterator[str]:
+def server(python: Path, model: Path, tmp_path: Path) -> Iterator[Server]:
     extra = {"lmcache.mp.port": reserved_port(), "lmcache.max_local_cpu_size": 0.1}
     transfer = {
         "kv_connector": "LMCacheConnectorV1",
@@ -117,24 +122,38 @@ def url(python: Path, model: Path, tmp_path: Path) -> Iterator[str]:
     command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--served-model-name", "tiny", "--max-model-len", "1024", *CPU_ARGS]
     command += ["--scheduling-policy", "continuum", "--kv-transfer-config", json.dumps(transfer)]
-    env = {**environment(), **CPU_ENV}
+    env = {**environment(), **CPU_ENV, "VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
     with log.open("w") as out:
         process = subprocess.Popen(
             command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
         wait_until_healthy(f"http://127.0.0.1:{port}", process, log, 600.0)
-        yield f"http://127.0.0.1:{port}"
+        yield Server(f"http://127.0.0.1:{port}")
     finally:
         stop(process)
 
 
 @pytest.mark.real
-def test_the_installed_wheel_serves_a_request_pins_its_kv_and_knows_lmcache(url: str) -> None:
-    body = {"model": "tiny", "prompt": [7] * 600, "max_tokens": 4, "ignore_eos": True, "job_id": "p"}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status().json()
-    assert answer["usage"]["completion_tokens"] == 4
-    page = httpx.get(f"{url}/metrics", timeout=600).text
+def test_the_installed_wheel_pins_kv_and_reloads_it_from_lmcache_as_vllms_own_prefix_hit_has_it(
+    server: Server,
+) -> None:
+    prompt = ids(2 * CHUNK + 64, 9)
+    server.complete(prompt, job_id="p")
+    page = HTTP.get(f"{server.url}/metrics").text
     assert 'continuum_programs{engine="0"} 1.0' in page
     assert 'continuum_tier_store_info{engine="0",mode="lmcache-mp"} 1.0' in page
     assert 'continuum_ttl_decisions_total{engine="0"' in page
+    own = server.complete(prompt, job_id="p", is_last_step=True)
+
+    def reloaded() -> bool:
+        """LMCache stores it some time after."""
+        server.usage_becomes(0.0)
+        HTTP.post(f"{server.url}/reset_prefix_cache").raise_for_status()
+        before = server.metric("continuum_prompt_tokens_total", tier="dram")
+        again = server.complete(prompt, job_id="p", is_last_step=True)
+        loaded = server.metric("continuum_prompt_tokens_total", tier="dram") - before
+        assert loaded < 2 * CHUNK or again.logprobs == own.logprobs
+        return loaded == 2 * CHUNK
+
+    wait_for(reloaded, "a load from DRAM", every_s=0.5)
