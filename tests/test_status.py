@@ -37,6 +37,8 @@ BUSY = {
     "continuum_pinned_blocks": 25,
     ON: 1,
     "continuum_programs": 4,
+    'continuum_longest_wait_seconds{engine="0"}': 200,
+    'continuum_longest_wait_seconds{engine="1"}': 286,
     "continuum_working_set_tokens": 3000,
     'continuum_tier_capacity_tokens{tier="dram"}': 2000,
     "continuum_tier_store_up": 0,
@@ -91,7 +93,7 @@ def test_the_first_line_says_that_it_is_on_and_what_it_brings(command: Command) 
         f"{url}: continuum is on: policy continuum, 4 programs known. Prompt tokens by the source of their "
         "KV: 25% computed, 75% gpu. Pins: 16 taken, 13 reused. First tokens came after 0.5 s on average."
     )
-    for words in ("99%", "lost, changed-first-third", "WARNING preemptions", "Something is wrong."):
+    for words in ("99%", "286 s", "lost, changed-first-third", "WARNING preemptions", "Something is wrong."):
         assert words in ran.out, words
 
 

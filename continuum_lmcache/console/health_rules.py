@@ -45,6 +45,11 @@ def pinned_share(page: MetricsPage) -> float | None:
     return pinned / blocks if pinned is not None and blocks else None
 
 
+def longest_wait_s(page: MetricsPage) -> float | None:
+    """For how long a new program would wait for its place at most, on any engine."""
+    return max(page.values("continuum_longest_wait_seconds"), default=None)
+
+
 def has_served_enough(page: MetricsPage) -> bool:
     """Whether enough turns have ended to judge shares of them."""
     return page.count(FINISHED) >= LEAST_TURNS

@@ -17,10 +17,12 @@ from continuum_lmcache.console.metrics_page import MetricsPage
 from continuum_lmcache.telemetry.findings import Severity
 
 Status = dict[str, Any]
+
 FIGURES: Mapping[str, tuple[Callable[[MetricsPage], float | None], str]] = {  # how it is read, its format
     "running turns": (lambda page: page.total(rules.RUNNING), "{:,.0f}"),
     "waiting turns": (lambda page: page.total(rules.WAITING), "{:,.0f}"),
     "new programs that wait to start": (lambda page: page.total("continuum_programs_held"), "{:,.0f}"),
+    "  one that came now would wait at most": (rules.longest_wait_s, "{:,.0f} s"),
     "KV cache in use": (rules.kv_usage, "{:.0%}"),
     "  of it pinned": (rules.pinned_share, "{:.0%}"),
     "turns finished": (lambda page: page.total(rules.FINISHED), "{:,.0f}"),
