@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +114,12 @@ def check_pins(bench: TierBench) -> None:
     """Right after schedule(): budgets, deadlines and the engine's tables."""
     engine, pins = bench.engine, bench.engine.pins
     engine.check()
-    by_tenant: Counter[str] = Counter()
+    by_tenant: defaultdict[str, set[int]] = defaultdict(set)  # a block that several pins hold counts once
     for program, pin in pins.pinned.items():
         record = engine.programs.records[program]
-        by_tenant[record.tenant] += pin.blocks
+        by_tenant[record.tenant].update(pin.block_ids)
         assert record.turn or pin.deadline_s > bench.now_s, f"{program!r} is overdue and nobody waits for it"
-    assert all(blocks <= pins.max_tenant_blocks for blocks in by_tenant.values()), by_tenant
+    assert all(len(blocks) <= pins.max_tenant_blocks for blocks in by_tenant.values()), by_tenant
     check_turns(bench)
 
 

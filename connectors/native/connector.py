@@ -83,7 +83,8 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
     # ---- the core's TierStore
 
     def locate(self, prefix: Prefix) -> TierHit:
-        """What vLLM would load of this prefix, exactly. It would await a store that is under way."""
+        """What vLLM would load of this prefix if the GPU had nothing, exactly. It would await a store that is
+        under way."""
         if not self._has_one_group:
             return NOTHING
         lookup, miss = self.scheduler.manager.lookup, LookupResult.MISS
