@@ -40,7 +40,7 @@ FREE_WINDOWS = 1.02  # room that L1 keeps free for loads
 TOOL_SHARE = 8.0 / 22.7  # of a program's own work
 FULL_SHARE = 0.8  # of a burst's turns
 START_FACTOR = 1.3  # a server with LMCache's beside it, in starts of one without
-LEAST_REPLAY_S = 34.0
+LEAST_REPLAY_S = 60.0  # in 37 s a slow machine ends few programs
 LEAST_WASTE = 1.3  # the same for the fewest programs, where a machine is too slow to end in time
 
 
