@@ -371,8 +371,9 @@ def test_status_reads_a_running_server(continuum: Continuum, capsys: pytest.Capt
     found = Command(capsys)("status", continuum.url, "--json").json
     assert found["summary"].startswith("continuum is on: policy ")
     figures = found["figures"]
-    assert figures["running turns"] is not None and figures["KV cache in use"] is not None
-    assert figures["turns finished"] > 0
+    assert figures["running_turns"] is not None and figures["kv_usage"] is not None
+    assert found["prompt_tokens"].keys() >= {"gpu", "none"} and figures["finished_turns"] > 0
+    assert figures["first_token_s"] > 0
 
 
 # ids and text of clients ------------------------------------------------------

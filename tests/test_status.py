@@ -79,6 +79,7 @@ def test_everything_wrong_with_a_server_is_reported_with_its_figure(command: Com
         "prompts-change-in-first-third",
         "ignored-fields",
     }
+    assert (ran.json["figures"]["kv_usage"], ran.json["figures"]["longest_wait_s"]) == (0.99, 286)
     assert "40 preemptions for 100 finished turns" in found["preemptions"]
     assert "25% of it by pins" in found["low-batch-memory-full"]
     assert "2,000 of 5,000 computed" in found["prompts-change-in-first-third"]

@@ -50,6 +50,17 @@ def longest_wait_s(page: MetricsPage) -> float | None:
     return max(page.values("continuum_longest_wait_seconds"), default=None)
 
 
+def first_token_s(page: MetricsPage) -> float | None:
+    """The mean time to a first token since the start; None before the first."""
+    turns = page.count(f"{FIRST_TOKEN}_count")
+    return page.count(f"{FIRST_TOKEN}_sum") / turns if turns else None
+
+
+def prompt_tokens(page: MetricsPage) -> dict[str, float]:
+    """Prompt tokens by the source of their KV; none: computed."""
+    return page.by("continuum_prompt_tokens_total", "tier")
+
+
 def has_served_enough(page: MetricsPage) -> bool:
     """Whether enough turns have ended to judge shares of them."""
     return page.count(FINISHED) >= LEAST_TURNS
@@ -132,7 +143,7 @@ def lost_tokens(page: MetricsPage) -> dict[str, float]:
 
 def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
     """Prompts differ from the turns before them, and what follows is computed again."""
-    computed = page.by("continuum_prompt_tokens_total", "tier").get("none", 0.0)
+    computed = prompt_tokens(page).get("none", 0.0)
     for third, remedy in REMEDIES.items():
         lost = lost_tokens(page).get(f"changed-{third}-third", 0.0)
         if has_served_enough(page) and lost > LOST_SHARE * computed:
@@ -204,7 +215,7 @@ def summary(page: MetricsPage) -> str:
             return "continuum is NOT on here, or has served nothing yet."
         return "continuum is NOT on here. Would it help? {}: {}.".format(*would_help(page))
     parts = [f"continuum is on: policy {name}, {page.count('continuum_programs'):,.0f} programs known."]
-    tokens = page.by("continuum_prompt_tokens_total", "tier")
+    tokens = prompt_tokens(page)
     if total := sum(tokens.values()):
         shares = (f"{n / total:.0%} {'computed' if tier == 'none' else tier}" for tier, n in tokens.items())
         parts.append(f"Prompt tokens by the source of their KV: {', '.join(shares)}.")
@@ -214,6 +225,6 @@ def summary(page: MetricsPage) -> str:
     if decisions and not pins.get("taken"):
         reason = max(decisions, key=lambda each: decisions[each]).removesuffix(NO_PIN)
         parts.append(f"No turn was pinned: {WHY_NOT_PINNED.get(reason, reason)}.")
-    if turns := page.count(f"{FIRST_TOKEN}_count"):
-        parts.append(f"First tokens came after {page.count(f'{FIRST_TOKEN}_sum') / turns:.3g} s on average.")
+    if (first_s := first_token_s(page)) is not None:
+        parts.append(f"First tokens came after {first_s:.3g} s on average.")
     return " ".join(parts)

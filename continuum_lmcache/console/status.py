@@ -18,15 +18,21 @@ from continuum_lmcache.telemetry.findings import Severity
 
 Status = dict[str, Any]
 
-FIGURES: Mapping[str, tuple[Callable[[MetricsPage], float | None], str]] = {  # how it is read, its format
-    "running turns": (lambda page: page.total(rules.RUNNING), "{:,.0f}"),
-    "waiting turns": (lambda page: page.total(rules.WAITING), "{:,.0f}"),
-    "new programs that wait to start": (lambda page: page.total("continuum_programs_held"), "{:,.0f}"),
-    "  one that came now would wait at most": (rules.longest_wait_s, "{:,.0f} s"),
-    "KV cache in use": (rules.kv_usage, "{:.0%}"),
-    "  of it pinned": (rules.pinned_share, "{:.0%}"),
-    "turns finished": (lambda page: page.total(rules.FINISHED), "{:,.0f}"),
-    "preemptions": (lambda page: page.total(rules.PREEMPTIONS), "{:,.0f}"),
+Read = Callable[[MetricsPage], float | None]
+FIGURES: Mapping[str, tuple[str, Read, str]] = {  # how it is called, read and printed
+    "running_turns": ("running turns", lambda page: page.total(rules.RUNNING), "{:,.0f}"),
+    "waiting_turns": ("waiting turns", lambda page: page.total(rules.WAITING), "{:,.0f}"),
+    "held_programs": (
+        "new programs that wait to start",
+        lambda page: page.total("continuum_programs_held"),
+        "{:,.0f}",
+    ),
+    "longest_wait_s": ("  one that came now would wait at most", rules.longest_wait_s, "{:,.0f} s"),
+    "kv_usage": ("KV cache in use", rules.kv_usage, "{:.0%}"),
+    "pinned_share": ("  of it pinned", rules.pinned_share, "{:.0%}"),
+    "finished_turns": ("turns finished", lambda page: page.total(rules.FINISHED), "{:,.0f}"),
+    "first_token_s": ("first token, on average", rules.first_token_s, "{:.3g} s"),
+    "preemptions": ("preemptions", lambda page: page.total(rules.PREEMPTIONS), "{:,.0f}"),
 }
 
 
@@ -37,7 +43,8 @@ def status_of(name: str, page: MetricsPage) -> Status:
         "name": name,
         "ok": all(finding.severity is Severity.NOTE for finding in found),
         "summary": rules.summary(page),
-        "figures": {label: read(page) for label, (read, _) in FIGURES.items()},
+        "figures": {figure: read(page) for figure, (_, read, _) in FIGURES.items()},
+        "prompt_tokens": rules.prompt_tokens(page),
         "lost_tokens": rules.lost_tokens(page),
         "findings": found,
     }
@@ -48,8 +55,8 @@ def show(found: Status, console: Console) -> None:
     console.print(Text(f"{found['name']}: {found['summary']}", style="bold"), soft_wrap=True)
     show_findings(found["findings"], console)
     table = headed("", "")
-    for label, (_, form) in FIGURES.items():
-        value = found["figures"][label]
+    for figure, (label, _, form) in FIGURES.items():
+        value = found["figures"][figure]
         table.add_row(label, "not reported" if value is None else form.format(value))
     for cause, tokens in found["lost_tokens"].items():
         table.add_row(f"lost, {cause}", f"{tokens:,.0f} tokens")
