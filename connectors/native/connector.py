@@ -53,7 +53,7 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
 
     @classmethod
     def check_settings(cls, vllm_config: VllmConfig) -> None:
-        """Store outputs too: prompts have them. Raises ConfigError for a store that outlives the weights."""
+        """Store outputs too: next prompts have them. Raises ConfigError for a store that outlives weights."""
         extra = transfer_config(vllm_config).kv_connector_extra_config
         if (spec := extra.get("spec_name", IN_CPU_MEMORY)) != IN_CPU_MEMORY:
             raise ConfigError(

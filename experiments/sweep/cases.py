@@ -94,7 +94,7 @@ class SessionPoint:
     warm_up_s: float = 1200.0  # before it counts: the first full prompt of every session
     counted_s: float = 2400.0
     step_tokens: int = 8192
-    block_tokens: int = 256  # contexts have 100,000 tokens; smaller blocks take three times as long
+    block_tokens: int = 256  # of contexts of 100,000 tokens
     merge_steps: int = 32
 
     @property
