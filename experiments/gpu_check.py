@@ -106,6 +106,7 @@ def profile(job: Job) -> dict[str, Any]:
     path = job.out / "profile.yaml"
     command = [sys.executable, "-m", "profiles.measure", "--model", str(model_for(job.place, WORK))]
     command += ["--out", str(path), "--quick", "--force", "--budget-s", f"{PROFILE_SHARE * job.limit_s:.0f}"]
+    command += ["--dtype", job.place.dtype]
     command += ["--load-format", "dummy"] if job.place.dummy_weights else []
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     print(ran.stdout)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from statistics import fmean
 
@@ -20,6 +21,8 @@ from waiting import PATIENCE_S
 from experiments import exactness, gpu_check
 from experiments.gpu import agents, page, place
 from experiments.gpu_check import STAGES, app, run_stage
+from experiments.server import fast_dtype
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, profile_here
 
 
 def figures(worst_token: float, worst_turn: float) -> dict[str, float]:
@@ -96,3 +99,17 @@ def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_pat
     text = (tmp_path / "gpu-check.md").read_text()
     assert "| 4 | a token | 4.00 | 5.00 | 1.2500 |" in text
     assert "| 24 | fcfs | 320 (311) |" in text and "| 24 | continuum | no time was left |" in text
+
+
+def test_a_server_on_a_cpu_gets_a_dtype_that_the_cpu_has_instructions_for_and_sizes_of_that_dtype(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(agents, "serve", lambda _, args, **__: started.append(args) or nullcontext(""))
+    with ExitStack() as until:
+        model, profile = tmp_path / "model", tmp_path / "profile.yaml"
+        agents.up(agents.CONTENDERS[0], place.CPU, model, profile, tmp_path, 1.0, until)
+    (args,) = started
+    assert args[args.index("--dtype") + 1] == fast_dtype()
+    assert place.CPU.kv_bytes_per_token == KV_BYTES_PER_TOKEN[fast_dtype()]
+    assert place.CPU.profile == profile_here()

