@@ -27,7 +27,7 @@ from experiments.sim.serving import STOCK, Setup
 from experiments.sim.step_time import Machine
 from experiments.tables import markdown
 from experiments.workload import Program
-from profiles.datasheets import VALUE_BYTES, sections
+from profiles.datasheets import sections
 
 GAIN, TIE = 1.1, 1.03  # ratios of mean job times; on a real server a row run again differs by more than a tie
 MOST_PROGRAMS = 40  # the first to arrive: enough to fill a card, and some minutes of a core
@@ -39,7 +39,7 @@ def machine_of(model: str, gpu: str) -> tuple[Machine, int]:
     (plan, _), card = planned(DoctorQuery(model, gpu=gpu), on), on.card
     if card is None or plan.costs is None or not plan.budget.blocks:
         raise ConfigError(f"--gpu is {gpu!r}: give a card whose memory holds {model or 'the --model'}")
-    read_bytes = min(plan.shape.weight_bytes, VALUE_BYTES * plan.shape.active_parameters)
+    read_bytes = min(plan.shape.weight_bytes, 2 * plan.shape.active_parameters)  # of bf16
     profile = sections(card, plan.costs, read_bytes, plan.budget.tokens)
     return Machine.from_profile(profile, gpu), plan.shape.window_tokens
 

@@ -29,12 +29,11 @@ from continuum_lmcache.reload.cards import (
     assumed_costs,
 )
 from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.reload.model_shapes import KNOWN
 from profiles.timing import rounded
 
 HERE = Path(__file__).resolve().parent
-PARAMETERS = 8.03e9  # Llama 3.1 8B, model card
-LAYERS, HIDDEN, KV_HEADS, HEAD_SIZE = 32, 4096, 8, 128  # its config.json
-VALUE_BYTES = 2  # bf16
+MODEL = KNOWN["llama-3.1-8b"]
 DISK_WRITE_BYTES_PER_S = 3e9  # assumed, of the same drive
 KV_TOKENS = {"a100-80gb": 480_000, "h100": 434_000, "h200": 868_000, "b200": 1_168_000}
 
@@ -42,10 +41,9 @@ KV_TOKENS = {"a100-80gb": 480_000, "h100": 434_000, "h200": 868_000, "b200": 1_1
 def derived(name: str, kv_tokens: int | None = None) -> dict[str, Any]:
     """The profile of a card for Llama 3.1 8B. `kv_tokens`: of a card that is not in KV_TOKENS."""
     card = CARDS[name]
-    kv_bytes_per_token = 2 * LAYERS * KV_HEADS * HEAD_SIZE * VALUE_BYTES
-    costs = assumed_costs(card, PARAMETERS, LAYERS * HIDDEN, kv_bytes_per_token)
+    costs = assumed_costs(card, MODEL.active_parameters, MODEL.attended_values, MODEL.bytes_per_token())
     return {
-        **sections(card, costs, VALUE_BYTES * PARAMETERS, kv_tokens or KV_TOKENS[name]),
+        **sections(card, costs, MODEL.weight_bytes, kv_tokens or KV_TOKENS[name]),
         "provenance": {
             "measured": False,
             "device": name,

@@ -1,8 +1,7 @@
 """Disk to host and back, as LMCache's disk tier does it: a file per chunk, several threads, O_DIRECT.
 
-Where the file system refuses O_DIRECT, files are synced and dropped from the page cache first. Either
-way the kernel's own count of bytes fetched (/proc/self/io) says whether the disk or the page cache
-answered. The hardware behind a virtual disk is not visible.
+Where the file system refuses O_DIRECT, files are synced and dropped from the page cache first, as far as the
+kernel listens. The hardware behind a virtual disk is not visible.
 """
 
 from __future__ import annotations
@@ -16,24 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from profiles.timing import Budget, Sample, Timer, in_turns
+from profiles.timing import Budget, in_turns, timed
 
 THREADS = 4  # LMCache's disk_io_threads
 ALIGNMENT_BYTES = 4096
 FILES = 96  # written once and read in random order
-IO_COUNTS = Path("/proc/self/io")
-
-
-def supports_odirect(directory: Path) -> bool:
-    """Whether the file system supports O_DIRECT; tmpfs and some overlays do not."""
-    probe = directory / f".odirect-{os.getpid()}"
-    try:
-        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o644))
-    except OSError:
-        return False
-    finally:
-        probe.unlink(missing_ok=True)
-    return True
 
 
 class Files:
@@ -41,11 +27,15 @@ class Files:
 
     def __init__(self, folder: Path, chunk_bytes: int, count: int) -> None:
         self.folder, self.chunk_bytes, self.count = folder, chunk_bytes, count
-        self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and supports_odirect(folder)
+        self.direct = chunk_bytes % ALIGNMENT_BYTES == 0
         self._pool = ThreadPoolExecutor(THREADS)
         self._buffers = [mmap.mmap(-1, chunk_bytes) for _ in range(count)]  # aligned to a page
         for at, buffer in enumerate(self._buffers):
             buffer.write(random.Random(at).randbytes(chunk_bytes))
+        try:
+            self._write(0)
+        except OSError:
+            self.direct = False  # tmpfs and some overlays refuse it
 
     def write(self, which: list[int]) -> None:
         list(self._pool.map(self._write, which))
@@ -84,50 +74,20 @@ class Files:
 
 
 def time_disk(
-    files: Files, chunk_counts: list[int], budget: Budget, timer: Timer, tick: Callable[[], None]
-) -> dict[tuple[str, int], list[Sample]]:
+    files: Files, chunk_counts: list[int], budget: Budget, tick: Callable[[], None]
+) -> dict[tuple[str, int], list[float]]:
     """Seconds of loads and stores of this many chunks at once."""
     draw = random.Random(0)
     files.write(list(range(files.count)))
     points = [(way, n) for n in chunk_counts if n <= files.count for way in ("load", "store")]
 
-    def run(point: tuple[str, int]) -> Sample:
+    def run(point: tuple[str, int]) -> float:
         chosen = draw.sample(range(files.count), point[1])
         files.drop(chosen)
         move = files.read if point[0] == "load" else files.write
-        return timer.time(lambda: move(chosen))
+        return timed(lambda: move(chosen))
 
     return in_turns(points, run, budget, tick)
-
-
-def answered_by(files: Files, chunks: int) -> str:
-    """What answers a read of this many files: "disk", "page cache", or "unknown" without /proc/self/io."""
-    which = list(range(min(chunks, files.count)))
-    files.drop(which)
-    before = fetched_bytes()
-    files.read(which)
-    after = fetched_bytes()
-    if before is None or after is None:
-        return "unknown"
-    return "disk" if after - before >= len(which) * files.chunk_bytes / 2 else "page cache"
-
-
-def fetched_bytes() -> int | None:
-    """What this process had the storage layer fetch so far; None where the kernel does not say."""
-    with contextlib.suppress(OSError):
-        counts = dict(line.split(": ") for line in IO_COUNTS.read_text().splitlines())
-        return int(counts["read_bytes"])
-    return None
-
-
-def file_system(folder: Path) -> str:
-    """The type of the file system that holds the folder, as the kernel names it."""
-    with contextlib.suppress(OSError):
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-        at = str(folder.resolve())
-        over = [(len(point), kind) for point, kind in mounts if Path(at).is_relative_to(point)]
-        return max(over)[1] if over else "unknown"
-    return "unknown"
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import torch
 
 from continuum_lmcache.errors import ProfileError
 from experiments.server import CPU_ENV
-from profiles.timing import Sample, Timer
+from profiles.timing import timed
 
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 CPU_THREADS = 1  # as servers with CPU_ENV have; a second one waits for the first by spinning
@@ -31,14 +31,8 @@ class KvShape:
     """The memory layout of one token's KV."""
 
     layers: int
-    heads: int
-    head_size: int
-    value_bytes: int
+    bytes_per_token: int  # of all layers
     block_tokens: int
-
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.heads * self.head_size * self.value_bytes
 
 
 class Engine:
@@ -50,7 +44,6 @@ class Engine:
         longest_tokens: int,
         chunk_tokens: int,
         batch: int,
-        timer: Timer,
         load_format: str = "auto",
         dtype: str = "bfloat16",
     ) -> None:
@@ -75,7 +68,7 @@ class Engine:
             seed=0,
         )
         self._engine = llm.llm_engine
-        self._timer, self._draw, self._ids = timer, random.Random(0), map(str, itertools.count())
+        self._draw, self._ids = random.Random(0), map(str, itertools.count())
         self._contexts: dict[int, list[int]] = {}
         self._vocab = self._engine.model_config.get_vocab_size()
 
@@ -86,13 +79,12 @@ class Engine:
         model = config.model_config
         if model.use_mla:
             raise ProfileError("models with latent attention (MLA) are not measured yet")
-        return KvShape(
-            layers=model.get_num_layers(config.parallel_config),
-            heads=model.get_num_kv_heads(config.parallel_config),
-            head_size=model.get_head_size(),
-            value_bytes=model.dtype.itemsize,
-            block_tokens=config.cache_config.block_size,
+        layers, heads = (
+            model.get_num_layers(config.parallel_config),
+            model.get_num_kv_heads(config.parallel_config),
         )
+        token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+        return KvShape(layers, token_bytes, config.cache_config.block_size)
 
     @property
     def kv_tokens(self) -> int:
@@ -100,14 +92,14 @@ class Engine:
         cache = self._engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
-    def prefill(self, tokens: int, context_tokens: int) -> Sample:
+    def prefill(self, tokens: int, context_tokens: int) -> float:
         """From the request to its first token. `context_tokens` must fill blocks."""
         for _ in range(2):  # the second time if the context had been evicted
             name = self._ask(self._context(context_tokens) + self._fresh(tokens), output_tokens=1)
             found: list[Any] = []
-            sample = self._timer.time(lambda name=name, found=found: found.extend(self._until_done(name)))
+            took_s = timed(lambda name=name, found=found: found.extend(self._until_done(name)))
             if found[-1].num_cached_tokens == context_tokens:
-                return sample
+                return took_s
         raise ProfileError(
             f"of a context of {context_tokens} tokens vLLM found {found[-1].num_cached_tokens}: "
             f"contexts must fill blocks of {self.kv_shape.block_tokens} tokens and fit the KV cache"
@@ -127,16 +119,16 @@ class Engine:
         while self._engine.has_unfinished_requests():
             self._engine.step()
 
-    def step(self, chunk_tokens: int, context_tokens: int) -> Sample:
+    def step(self, chunk_tokens: int, context_tokens: int) -> float:
         """One step of all that decodes, with a chunk of another prompt that has a context, or none."""
         if not chunk_tokens:
-            return self._timer.time(self._engine.step)
+            return timed(self._engine.step)
         name = self._ask(self._context(context_tokens) + self._fresh(chunk_tokens), output_tokens=1)
         done: list[Any] = []
-        sample = self._timer.time(lambda: done.extend(self._engine.step()))
+        took_s = timed(lambda: done.extend(self._engine.step()))
         if name not in {output.request_id for output in done}:
             raise ProfileError(f"a chunk of {chunk_tokens} tokens did not fit one step")
-        return sample
+        return took_s
 
     def _ask(self, prompt: list[int], output_tokens: int) -> str:
         from vllm import SamplingParams

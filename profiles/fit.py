@@ -80,17 +80,11 @@ def fit_prefill(seconds: Mapping[tuple[int, int], float]) -> Fit:
 
 
 def fit_load(seconds: Mapping[int, float]) -> Fit:
-    """A Rate's coefficients from {bytes: seconds}; `s_per_byte` is above 0, or ProfileError."""
+    """A TransferRate's coefficients from {bytes: seconds}; `s_per_byte` is above 0, or ProfileError."""
     fit = fitted(("fixed_s", "s_per_byte"), [(1.0, size) for size in seconds], list(seconds.values()))
     if fit.terms["s_per_byte"] <= 0:
         raise ProfileError(f"moving {max(seconds)} bytes took no longer than {min(seconds)}: no rate to tell")
     return fit
-
-
-def fit_decode(seconds: Mapping[tuple[int, int], float]) -> Fit:
-    """A decode step's coefficients from {(sequences, context tokens of each): seconds}."""
-    rows = [(1.0, batch, batch * context) for batch, context in seconds]
-    return fitted(("fixed_s", "per_sequence_s", "per_cached_token_s"), rows, list(seconds.values()))
 
 
 def fit_step(seconds: Mapping[tuple[int, int, int], float]) -> Fit:
@@ -140,5 +134,5 @@ def refuse_poor(fit: Fit, what: str, force: bool) -> None:
     if fit.r2 < LEAST_R2 and not force:
         raise ProfileError(
             f"{what}: R2 is {fit.r2:.3f}, under {LEAST_R2}; is the machine busy? Measure again when it is "
-            "quiet, by --clock cpu on a CPU machine, or keep the fit as it is with --force"
+            "quiet, or keep the fit as it is with --force"
         )

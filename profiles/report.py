@@ -1,4 +1,4 @@
-"""From timings to a profile: the sections that Costs reads, and everything else as provenance."""
+"""From timings to a profile: the sections that CostModel reads, and everything else as provenance."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any
 
 from profiles.engine_timing import KvShape
-from profiles.fit import Fit, fit_decode, fit_load, fit_prefill, fit_step, refuse_poor
-from profiles.timing import Sample, Which, rounded, summary
+from profiles.fit import Fit, fit_load, fit_prefill, fit_step, refuse_poor
+from profiles.timing import rounded
 
-Timings = dict[Any, list[Sample]]
+Timings = dict[Any, list[float]]  # seconds of each repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,95 +25,61 @@ class Measured:
     disk: Timings  # likewise
     kv_tokens: int  # capacity of the engine's KV cache
 
-    @property
-    def chunk_bytes(self) -> int:
-        return self.chunk_tokens * self.shape.bytes_per_token
 
-
-def profile_of(measured: Measured, which: Which, force: bool = False) -> dict[str, Any]:
-    """The profile, without author and date. Raises ProfileError where the timings make no sense.
-
-    Disk reads are timed by the wall clock whatever `which` says: waiting is what a disk costs.
-    """
-    prefill = fit_prefill(medians(measured.prefill, which))
+def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
+    """The profile, without author and date. Raises ProfileError where the timings make no sense."""
+    prefill = fit_prefill(medians(measured.prefill))
     refuse_poor(prefill, "prefill", force)
-    dram, down = loads(measured, measured.copies, which)
-    ssd, write = loads(measured, measured.disk, Which.WALL)
-    step, step_terms = step_section(measured, which)
-    counted = sum(map(len, measured.prefill.values()))
-    return {
-        "prefill": {**rounded_terms(prefill), "samples": counted},
-        "dram": dram["rate"],
-        "ssd": ssd["rate"],
+    longest = max(chunk for chunk, _, _ in measured.steps)
+    alone = {(n, c, 0): s for (n, c), s in medians(measured.prefill).items() if n <= longest}
+    step = fit_step(alone | medians(measured.steps))  # and the prefills that one step can hold
+    profile: dict[str, Any] = {
+        "prefill": section(prefill, measured.prefill),
         "kv_bytes_per_token": measured.shape.bytes_per_token,
         "chunk_tokens": measured.chunk_tokens,
-        "step": step_terms,
-        "dram_store": down["rate"],
-        "ssd_store": write["rate"],
+        "step": section(step, measured.steps),
         "kv_tokens": measured.kv_tokens,
-        "provenance": {
-            "measured": True,
-            "clock": which.value,
-            "prefill_fit": prefill.provenance()
-            | points(measured.prefill, ("tokens", "context_tokens"), which),
-            "step_fit": step.provenance(),
-            "steps": step_report(measured.steps, which),
-            "host_to_device": dram["fit"],
-            "device_to_host": down["fit"],
-            "disk_read": ssd["fit"],
-            "disk_write": write["fit"],
-        },
     }
-
-
-def step_section(measured: Measured, which: Which) -> tuple[Fit, dict[str, Any]]:
-    """How long a step takes, from the steps and from the prefills that one step can hold."""
-    longest = max(chunk for chunk, _, _ in measured.steps)
-    alone = {(n, c, 0): s for (n, c), s in medians(measured.prefill, which).items() if n <= longest}
-    fit = fit_step(alone | medians(measured.steps, which))
-    counted = sum(map(len, measured.steps.values()))
-    return fit, {**rounded_terms(fit), "samples": counted}
-
-
-def loads(measured: Measured, timings: Timings, which: Which) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rates of loads and of stores, each with its fit."""
-    return (
-        directed(measured.chunk_bytes, timings, "load", which),
-        directed(measured.chunk_bytes, timings, "store", which),
-    )
-
-
-def directed(chunk_bytes: int, timings: Timings, way: str, which: Which) -> dict[str, Any]:
-    """One direction's Rate as a mapping, and what it rests on."""
-    mine = {(n,): samples for (direction, n), samples in timings.items() if direction == way}
-    fit = fit_load({n * chunk_bytes: seconds for (n,), seconds in medians(mine, which).items()})
-    rate = {
-        "bytes_per_s": rounded(1.0 / fit.terms["s_per_byte"]),
-        "fixed_s": rounded(fit.terms["fixed_s"]),
-        "samples": sum(map(len, mine.values())),
+    provenance = {
+        "measured": True,
+        "prefill_fit": prefill.provenance() | points(measured.prefill, "tokens", "context_tokens"),
+        "step_fit": step.provenance(),
+        "steps": points(measured.steps, "chunk_tokens", "context_tokens", "decoding"),
     }
-    return {"rate": rate, "fit": fit.provenance() | points(mine, ("chunks",), which)}
+    for name, source, timings, way in (
+        ("dram", "host_to_device", measured.copies, "load"),
+        ("dram_store", "device_to_host", measured.copies, "store"),
+        ("ssd", "disk_read", measured.disk, "load"),
+        ("ssd_store", "disk_write", measured.disk, "store"),
+    ):
+        chunk_bytes = measured.chunk_tokens * measured.shape.bytes_per_token
+        mine = {(n,): samples for (direction, n), samples in timings.items() if direction == way}
+        fit = fit_load({n * chunk_bytes: seconds for (n,), seconds in medians(mine).items()})
+        profile[name] = {
+            "bytes_per_s": rounded(1.0 / fit.terms["s_per_byte"]),
+            "fixed_s": rounded(fit.terms["fixed_s"]),
+            "samples": sum(map(len, mine.values())),
+        }
+        provenance[source] = fit.provenance() | points(mine, "chunks")
+    return {**profile, "provenance": provenance}
 
 
-def step_report(steps: Timings, which: Which) -> dict[str, Any]:
-    """Every step timed, and the decode-only ones as a formula where there are enough."""
-    report = points(steps, ("chunk_tokens", "context_tokens", "decoding"), which)
-    decode = {(b, c): s for (n, c, b), s in medians(steps, which).items() if n == 0}
-    if len(decode) >= 3:
-        report["decode_fit"] = fit_decode(decode).provenance()
-    return report
+def section(fit: Fit, timings: Timings) -> dict[str, float]:
+    """A curve's section of the profile."""
+    terms = {name: rounded(value) for name, value in fit.terms.items()}
+    return {**terms, "samples": sum(map(len, timings.values()))}
 
 
-def medians(timings: Timings, which: Which) -> dict[Any, float]:
-    return {point: median(s.by(which) for s in samples) for point, samples in timings.items()}
+def medians(timings: Timings) -> dict[Any, float]:
+    return {point: median(samples) for point, samples in timings.items()}
 
 
-def points(timings: Timings, names: tuple[str, ...], which: Which) -> dict[str, Any]:
+def points(timings: Timings, *names: str) -> dict[str, Any]:
+    """Every point that was timed."""
     rows = [
-        dict(zip(names, point, strict=True)) | summary(samples, which) for point, samples in timings.items()
+        dict(zip(names, point, strict=True))
+        | {"median_s": rounded(median(samples)), "min_s": rounded(min(samples))}
+        | {"max_s": rounded(max(samples)), "n": len(samples)}
+        for point, samples in timings.items()
     ]
     return {"points": rows}
-
-
-def rounded_terms(fit: Fit) -> dict[str, float]:
-    return {name: rounded(value) for name, value in fit.terms.items()}

@@ -11,7 +11,7 @@ from profiles.datasheets import KV_TOKENS, derived, path_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "profiles"
 PROFILES = sorted(FOLDER.glob("*.yaml"))
-ORIGIN = {"date", "command", "device", "driver", "versions", "python", "repetitions", "clock", "model"}
+ORIGIN = {"date", "command", "device", "driver", "versions", "python", "repetitions", "model"}
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)

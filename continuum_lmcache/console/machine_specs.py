@@ -47,7 +47,7 @@ def machine(profile: Path | None, gpu: str) -> MachineSpec:
     recorded = found.get("provenance")
     provenance = recorded if isinstance(recorded, Mapping) else {}  # for the reader: any value is possible
     device = gpu or str(provenance.get("device", "unknown"))
-    on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
+    on_cpu = "cores" in provenance  # profiles/measure.py notes them for a CPU only
     return MachineSpec(str(profile), costs, device, CARDS.get(device) or card_of(device), on_cpu)
 
 
