@@ -3,7 +3,6 @@
 vLLM passes that field on from any client of its API, and LMCache 0.5.6 reads it unchecked in the scheduler:
 
     lmcache.max_offload_tokens   compared with numbers
-    disagg_spec                  its fields are read by name; it is for LMCache's prefill and decode instances
     lmcache.*                    sent to the server, part of keys, and of the names of files
 
 One wrong value would end the engine for everybody. Without it the request is served as any other.
@@ -11,20 +10,12 @@ One wrong value would end the engine for everybody. Without it the request is se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 logger = init_logger("vllm.continuum.lmcache")
-
-DISAGG_FIELDS = {
-    "req_id": str,
-    "receiver_host": str,
-    "receiver_init_port": object,
-    "receiver_alloc_port": object,
-}
 
 
 def drop_invalid(request: Request) -> None:
@@ -39,16 +30,11 @@ def drop_invalid(request: Request) -> None:
         logger.warning_once(
             "a request's kv_transfer_params has a value of %s on which LMCache 0.5.6 would end the engine: "
             "such requests are served without it",
-            name if name in ("disagg_spec", "lmcache.max_offload_tokens") else "lmcache.*",
+            name if name == "lmcache.max_offload_tokens" else "lmcache.*",
         )
 
 
 def _is_valid(name: object, value: Any) -> bool:
-    if name == "disagg_spec":
-        return isinstance(value, Mapping) and all(
-            isinstance(value.get(field), of) and value[field] is not None
-            for field, of in DISAGG_FIELDS.items()
-        )
     if name == "lmcache.max_offload_tokens":
         return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
     if isinstance(name, str) and name.startswith("lmcache."):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PlaceLeft
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
@@ -122,7 +122,7 @@ class Engine:
             KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens()),
             config.admission_max_hold_s,
             config.first_token_limit_s,
-            lambda: advisor.history.eta,
+            lambda: self.programs.growth.eta,
             self._shared_prefixes,
         )
         self._linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
@@ -169,7 +169,7 @@ class Engine:
             arrival_s = before.arrival_s
         program = self.programs.add(now_s, name, new.tenant, arrival_s, one_turn=False)
         if program.counts_as_ended:
-            self.advisor.expect_again(program.tool, program.turns, program.tenant)
+            self.advisor.expect_again(program.tool, program.tenant)
         self.programs.expect_again(program)
         # on another engine, or in a first turn that had no program's name
         has_started = program.stage is Stage.IDLE and (fields.turns > 0 or link is not None)
@@ -228,8 +228,8 @@ class Engine:
         if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
             self.advisor.survival.on_return(program.residency, served, context_tokens)
         delay_s = now_s - turn.arrival_s
-        if program.since_s <= turn.arrival_s:  # else it waited for its place, not for memory
-            self.advisor.history.observe_queue_delay(delay_s, evicted)
+        if evicted and program.since_s <= turn.arrival_s:  # else it waited for its place, not for memory
+            self.advisor.observe_queue_delay(delay_s)
         events: list[Event] = [TurnStarted(now_s, program.id, turn.id, served, delay_s, evicted)]
         losses = losses_of(
             program.hashes,
@@ -291,9 +291,8 @@ class Engine:
         ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
         outlook = advisor.outlook(tool, tenant)
         keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
-        left = PlaceLeft(ended.context_tokens, keep.reload_s, outlook.gap_s)
         yields = self.config.admission and self.admission.gives_up_place(
-            now_s, program, left, self.turns.waiting_since_s
+            now_s, program, tokens, keep.reload_s, outlook.gap_s, self.turns.waiting_since_s
         )
         if yields:
             keep = replace(keep, ttl_s=0.0, reason="yields")
@@ -361,11 +360,8 @@ class Engine:
 
     def _drop(self, now_s: float, program: Program) -> ProgramEnded:
         """The program ended, or is not waited for any more. Dropping its record is the whole clean-up."""
-        if not program.counts_as_ended:
-            if program.finished_s is not None:  # it never came back from its tool call
-                self.advisor.count_overdue(program.tool, program.turns, program.tenant)
-            else:
-                self.advisor.history.observe_program(program.turns)
+        if program.finished_s is not None and not program.counts_as_ended:  # it never came back from its call
+            self.advisor.count_overdue(program.tool, program.tenant)
         self.programs.count_end(program)
         self.programs.drop(program)
         return ProgramEnded(now_s, program.id, program.turns)
@@ -385,7 +381,7 @@ class Engine:
 
     def _start_programs(self, now_s: float, step: StepLoad) -> list[Event]:
         for program in self.programs.expire_away(now_s, may_have_ended=self.config.admission):
-            self.advisor.count_overdue(program.tool, program.turns, program.tenant)
+            self.advisor.count_overdue(program.tool, program.tenant)
         if not self.admission.is_waited_for:
             return []
         is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share
@@ -403,7 +399,7 @@ class Engine:
         """
         self._refresh_at_s = now_s + REFRESH_S
         self.kv_tokens, cheap_tokens = kv_tokens, self.admission.capacity.tier_tokens
-        if self.advisor.resize_tiers(tier_tokens):
+        if self.advisor.survival.resize(tier_tokens):
             cheap_tokens = self.advisor.cheap_tier_tokens()
         self.admission.capacity = KVCapacity(kv_tokens, cheap_tokens)
         idle = self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned)
@@ -431,7 +427,8 @@ class Engine:
     def load(self, free_blocks: int) -> EngineLoad:
         """How busy the engine is."""
         pinned, is_short = self.pins.pinned_blocks, self.is_memory_short
-        return EngineLoad(self.total_blocks, free_blocks, pinned, is_memory_short=is_short)
+        eta = self.programs.growth.eta
+        return EngineLoad(self.total_blocks, free_blocks, pinned, eta=eta, is_memory_short=is_short)
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""

@@ -25,7 +25,7 @@ from continuum_lmcache.retention.policies import (
     static_ttl,
 )
 from continuum_lmcache.retention.queue_order import Order, pinned_first
-from continuum_lmcache.retention.ttl_solver import TtlChoice, best_ttl, retention_of
+from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.tools.shell_key import INSTANT, PLAIN, SLOW
@@ -58,7 +58,7 @@ def mean_threshold_ttl(
     mean_s = seen.mean_s
     ttl_s = MEAN_THRESHOLD_S if mean_s is None or mean_s <= MEAN_THRESHOLD_S else 0.0
     reason = "no-history" if mean_s is None else "mean"
-    return retention_of(seen, TtlChoice(ttl_s, seen.probability(ttl_s)), 0.0, reason, config)
+    return retention_of(seen, ttl_s, 0.0, reason, config)
 
 
 def infercept_ttl(
@@ -75,10 +75,9 @@ def infercept_ttl(
     discard_s = costs.prefill_s(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
     swap_s = 2 * costs.reload_s(where)
     batch = max(load.total_blocks - load.free_blocks - load.pinned_blocks, turn.blocks)
-    ttl_s = min(discard_s, swap_s) * batch / max(turn.blocks, 1)
+    ttl_s = min(min(discard_s, swap_s) * batch / max(turn.blocks, 1), config.max_ttl_s)
     seen = gaps.distribution(turn.tool)
-    best = TtlChoice(min(ttl_s, config.max_ttl_s), seen.probability(min(ttl_s, config.max_ttl_s)))
-    return retention_of(seen, best, min(discard_s, swap_s), "min-waste", config)
+    return retention_of(seen, ttl_s, min(discard_s, swap_s), "min-waste", config)
 
 
 def three_way_ttl(
@@ -96,8 +95,8 @@ def three_way_ttl(
     benefit_s = load.queue_delay_s * load.eta + load.reload_s
     own = gaps.exact(most_specific(turn.tool, gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
-        best = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)
-        return retention_of(own, best, benefit_s, "posterior", config)
+        ttl_s = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)
+        return retention_of(own, ttl_s, benefit_s, "posterior", config)
     seen = gaps.distribution(turn.tool)
     return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
 

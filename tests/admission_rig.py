@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PlaceLeft
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.table import ProgramTable
@@ -68,8 +68,7 @@ class AdmissionRig:
         """The turn ends in a tool call."""
         program, programs = self.programs.records[name], self.programs
         waiting = [p.line_since_s for p in programs.records.values() if p.stage is Stage.IN_LINE]
-        left = PlaceLeft(tokens, reload_s, gap_s)
-        yields = self.admission.gives_up_place(now_s, program, left, waiting)
+        yields = self.admission.gives_up_place(now_s, program, tokens, reload_s, gap_s, waiting)
         ended = FinishedTurn(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens))
         programs.finish_turn(now_s, program, ended, (), expected_s, reload_s, yields)
 

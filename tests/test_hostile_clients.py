@@ -48,9 +48,7 @@ KV_TRANSFER_PARAMS: list[Any] = [  # of these that are no mapping, vLLM passes o
     0,
     False,
     "",
-    {"disagg_spec": {}},
     {"disagg_spec": 5},
-    {"disagg_spec": {"req_id": "r", "receiver_host": 1, "receiver_init_port": 1, "receiver_alloc_port": 1}},
     {"cached_token_stats": True},
     {"do_remote_prefill": True, "remote_block_ids": "x"},
 ]
@@ -174,7 +172,7 @@ def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
         advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
     before_s = advisor.outlook(("pytest",), tenant).expected_s
     for _ in range(400):
-        advisor.count_overdue(("pytest",), 1, "liar")
+        advisor.count_overdue(("pytest",), "liar")
         advisor.gaps.observe(("pytest",), 1e5, "liar")
     assert advisor.outlook(("pytest",), tenant).expected_s == before_s
     assert (

@@ -491,7 +491,7 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 
 def test_a_load_is_reported_by_tier_when_both_sides_have_reported_it() -> None:
     load = KVTransfer(Tier.DRAM, 400, 4000, 0.4, "r")
-    lookup = LookupResult(1, "r", 100, 300, 0.9)
+    lookup = LookupResult(1, "r", 300, 0.9)
     expected = [
         KVTransfer(Tier.DRAM, 100, 1000, 0.1, "r"),
         KVTransfer(Tier.SSD, 300, 3000, 1.2, "r"),

@@ -66,10 +66,7 @@ def waiting_request(
         _found={},
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
         _load_selector=None,
-        _end_session=rig.scheduler.end_session,
-        _unknown_session="",
     )
-    rig.scheduler.end_session = connector._end_known_session
     request = SimpleNamespace(
         request_id="waits",
         all_token_ids=token_ids,
@@ -269,32 +266,6 @@ def test_a_server_that_does_not_report_its_tiers_is_asked_for_every_prompt(waiti
     rig.follower._clock.now_s += 2 * MAX_AGE_S
     assert connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (None, True)
     wait_for(lambda: connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False))
-    connector.request_finished(request, [])
-
-
-def test_a_server_hears_of_the_end_of_those_sessions_that_it_knows(waiting: Waiting) -> None:
-    """Of others it would log a warning each."""
-    _, connector, request, _ = waiting
-    ended: list[str] = []
-    connector._end_session = ended.append
-    for stored_chunks, preemptions, ends in ((0, 0, False), (1, 0, True), (0, 1, True)):
-        connector.get_num_new_matched_tokens(request, 2 * CHUNK)
-        connector.request_trackers["waits"].num_stored_tokens += stored_chunks * CHUNK
-        request.num_preemptions = preemptions
-        connector.request_finished(request, [])
-        assert ended == ["waits"] * ends
-        ended.clear()
-
-
-def test_a_turn_that_was_looked_up_once_ends_its_session_though_the_gpu_has_its_kv_later(
-    waiting: Waiting,
-) -> None:
-    """The rig waits in the end until the server has no session."""
-    _, connector, request, clock = waiting
-    assert look_up(connector, request) == 2 * CHUNK
-    clock.now_s = 101.0
-    wait_for(lambda: connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False))
-    assert connector.request_trackers["waits"].no_lookup
     connector.request_finished(request, [])
 
 

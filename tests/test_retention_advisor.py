@@ -97,20 +97,19 @@ def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_m
         made.gaps.observe(bash, 20.0 + i % 20)
     expected_s = [made.outlook(bash).expected_s]
     for number in range(150):
-        made.count_overdue(bash, 3)
+        made.count_overdue(bash)
         if number in (30, 149):
             expected_s.append(made.outlook(bash).expected_s)
     assert expected_s[0] > expected_s[1] > expected_s[2]
     for _ in range(150):  # all were late
-        made.expect_again(bash, 3)
+        made.expect_again(bash)
     assert made.outlook(bash).expected_s == expected_s[0]
-    assert not made.history._programs
 
 
 def test_a_program_whose_tool_mostly_never_returns_is_not_expected() -> None:
     made = advisor(10_000_000)
     for _ in range(200):
-        made.count_overdue(("ask_human",), 1)
+        made.count_overdue(("ask_human",))
     assert made.outlook(("ask_human",)).expected_s == 0.0
 
 
@@ -151,7 +150,7 @@ def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(
     answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)
     assert made.retain(answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
     for _ in range(6):
-        made.count_overdue(NO_CALL, 3)
+        made.count_overdue(NO_CALL)
     keep = made.retain(answer, LOAD)
     assert (keep.ttl_s > 0.0) is not evicts
     assert keep.reason == ("returns-late" if evicts else "cdf")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
@@ -55,14 +55,6 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, LoadSelector, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
-
-
-class NoLookup(NamedTuple):
-    """Why a waiting request was not looked up."""
-
-    computed_tokens: int  # that the GPU had of it
-    mirror_number: int  # of the mirror by which this was decided
-    stored_tokens: int  # that the tiers held of it
 
 
 class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
@@ -115,8 +107,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._version = WeightsVersion()
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found
-        self._end_session, adapter.end_session = adapter.end_session, self._end_known_session
-        self._unknown_session = ""  # a request that ends, of which the server has never heard
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
@@ -236,7 +226,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             tracker.weights = self._version.number
             tracker.is_declined = False  # it computes what it could load
             tracker.is_selected = False  # the selector chose before the lookup
-            tracker.no_lookup = None
+            tracker.no_lookup = None  # else what the GPU had, and the mirror's number, when none was needed
         return tracker
 
     def _tracker_of_these_weights(self, request: Request) -> Any:
@@ -266,7 +256,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         request_id, number = request.request_id, self._tiers.mirror_number
         if number is None:
             return True
-        if tracker.no_lookup is not None and tracker.no_lookup[:2] == (computed_tokens, number):
+        if tracker.no_lookup == (computed_tokens, number):
             return False
         token_ids = tracker.get_token_ids()
         stored = self._tiers.locate(token_ids, tracker.cache_salt)
@@ -295,7 +285,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         align = self._hit_alignment_tokens
         tracker.num_vllm_hit_tokens = computed_tokens // align * align
         tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, stored_tokens  # not stored again
-        tracker.no_lookup = NoLookup(computed_tokens, number, stored_tokens)
+        tracker.no_lookup = (computed_tokens, number)
         return False
 
     def _decline(self, request_id: str, tracker: Any) -> None:
@@ -354,7 +344,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         # a request that was never first in the queue has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
             self._leases.release(request.request_id, tracker)
-        self._unknown_session = "" if self._has_session(request, tracker) else request.request_id
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
         if request.request_id in self._loading:
@@ -363,19 +352,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             self._get_or_create_request_tracker(request)  # LMCache fails without one
         is_storing, parameters = super().request_finished(request, block_ids)
         return is_storing, parameters
-
-    def _has_session(self, request: Request, tracker: Any) -> bool:
-        """Whether the server may know the request: a lookup or a store has begun its session."""
-        no_lookup = tracker.no_lookup if tracker is not None else None
-        if no_lookup is None or request.request_id in self._found or request.num_preemptions:
-            return True
-        return bool(tracker.num_stored_tokens > no_lookup.stored_tokens)
-
-    def _end_known_session(self, request_id: str) -> None:
-        """LMCache's end_session. Of a session that neither a lookup nor a store has begun the server would
-        warn."""
-        if request_id != self._unknown_session:
-            self._end_session(request_id)
 
     def _server_went_down(self) -> None:
         """Send it no requests until LMCache's heartbeat finds it again."""

@@ -31,11 +31,10 @@ class NumberedChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
-    """What one request's lookup found and read into L1."""
+    """What one request's lookup read into L1."""
 
     number: int
     request_id: str
-    dram_tokens: int
     ssd_tokens: int  # tokens whose KV was read from L2
     ssd_read_s: float  # from asking L2 to the end of the last read
 

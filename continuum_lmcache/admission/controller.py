@@ -40,23 +40,6 @@ class KVCapacity:
     tier_tokens: int = 0  # for all started ones, if more than the GPU has: the largest cheap tier's
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceLeft:
-    """What a program's place is worth in the tool gap that begins."""
-
-    context_tokens: int
-    reload_s: float  # PrefillReload of the context
-    gap_s: float  # the tool's mean gap
-
-    def refill_s(self, gpu_tokens: int) -> float:
-        """The time to bring contexts like this one back into all of the GPU's cache.
-
-        In this time the memory of one context yields as much as the reload of one costs. So for a longer gap
-        another program uses the memory better.
-        """
-        return self.reload_s * gpu_tokens / max(1, self.context_tokens)
-
-
 @dataclass(slots=True)
 class AdmissionController:
     """The line of programs that wait for a place: by priority, then tenants by turns, then by arrival."""
@@ -152,21 +135,31 @@ class AdmissionController:
         return SLICE_RELOADS * reload_s * self.programs.started
 
     def gives_up_place(
-        self, now_s: float, program: Program, left: PlaceLeft, waiting_since_s: Sequence[float]
+        self,
+        now_s: float,
+        program: Program,
+        context_tokens: int,
+        reload_s: float,
+        gap_s: float,
+        waiting_since_s: Sequence[float],
     ) -> bool:
         """Whether a program whose turn ends gives its place up.
 
-        `waiting_since_s`: when each of the turns came that wait, in the line or in the queue.
+        `reload_s`: PrefillReload of its context. `gap_s`: the tool's mean gap. `waiting_since_s`: when each
+        of the turns came that wait, in the line or in the queue.
+
+        In `refill_s` contexts like this one fill all of the GPU's cache again: the memory of one context
+        yields as much as the reload of one costs. So for a longer gap another program uses the memory better.
         """
         self._turn_ends_s.append(now_s)
         is_waited_for = bool(waiting_since_s)
         has_tier = self.capacity.tier_tokens > self.capacity.gpu_tokens
-        refill_s = left.refill_s(self.capacity.gpu_tokens)
-        is_worth_gap = has_tier or left.gap_s < LEAST_GAP_S or refill_s >= REFILL_GAPS * left.gap_s
+        refill_s = reload_s * self.capacity.gpu_tokens / max(1, context_tokens)
+        is_worth_gap = has_tier or gap_s < LEAST_GAP_S or refill_s >= REFILL_GAPS * gap_s
         self._shares_waits = not is_worth_gap and self._can_share(now_s, len(waiting_since_s))
         if self._shares_waits or not is_waited_for:
             return is_waited_for
-        has_had_slice = now_s - program.since_s >= self.slice_s(left.reload_s)
+        has_had_slice = now_s - program.since_s >= self.slice_s(reload_s)
         return has_had_slice and now_s - min(waiting_since_s) >= self.hold_s
 
     def _can_share(self, now_s: float, waiting: int) -> bool:

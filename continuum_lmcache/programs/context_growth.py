@@ -1,9 +1,10 @@
-"""Forecasts a program's context, from every finished turn and every ended program."""
+"""Forecasts a program's context, from every finished turn and every ended program; and eta of eq. 2."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from continuum_lmcache.types import MAX_TURNS
@@ -24,6 +25,14 @@ class ContextGrowth:
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_tokens: float = 0.0  # the usual first prompt; 0 before the first
+    eta: float = 1.0
+    """-Corr(turns done, turns left) of Continuum, arXiv 2511.02230 §4, in [-1, 1]: near 1 if a program that
+    went on long is nearly done. The paper does not define how it is sampled, and its public code does not
+    compute it.
+
+    1 until programs of two different lengths were seen: with one length the correlation is -1
+    by construction, and with none there is no data (the cold start's eta).
+    """
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
     def add_first_prompt(self, tokens: int) -> None:
@@ -39,13 +48,18 @@ class ContextGrowth:
         """A program ended after this many turns."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)
-            self._left.clear()
+            self._lengths_changed()
 
     def program_goes_on(self, turns: int) -> None:
         """A program of `program_ended` goes on after all; nothing if the window has moved past it."""
         if turns in self._lengths:
             self._lengths.remove(turns)
-            self._left.clear()
+            self._lengths_changed()
+
+    def _lengths_changed(self) -> None:
+        self._left.clear()
+        programs = Counter(self._lengths)
+        self.eta = -correlation(programs) if len(programs) > 1 else 1.0
 
     @property
     def turn_tokens(self) -> float:
@@ -87,3 +101,22 @@ class ContextGrowth:
         programs = max(1.0, gpu_tokens / mean_tokens)
         filled = max(LEAST_FILL, 1.0 - MARGIN_DEVIATIONS * deviation / math.sqrt(programs))
         return gpu_tokens * filled * (first + 3 * final) / 4 / mean_tokens
+
+
+def correlation(programs: Mapping[int, int]) -> float:
+    """Pearson's over the pairs (k, N - k), k = 1..N, of programs of N turns, in [-1, 1].
+
+    `programs`: how many there are of each N, of two N at least. The last turn counts too: the scheduler also
+    decides at its end, mostly without knowing that it is the last. The sums' closed forms, exact integers.
+    """
+    n = x = y = xx = yy = xy = 0
+    for turns, many in programs.items():
+        squares = turns * (turns + 1) * (2 * turns + 1) // 6
+        n += many * turns
+        x += many * turns * (turns + 1) // 2
+        y += many * turns * (turns - 1) // 2
+        xx += many * squares
+        yy += many * (squares - turns * turns)
+        xy += many * (turns - 1) * turns * (turns + 1) // 6
+    together = (n * xy - x * y) / math.sqrt(n * xx - x * x) / math.sqrt(n * yy - y * y)
+    return max(-1.0, min(1.0, together))

@@ -18,6 +18,7 @@ EXPERTS_PER_TOKEN = "num_experts_per_tok"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 CARD = "its config.json and model card on huggingface.co"
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+SECOND_WINDOWED: dict[str, Any] = {"sliding_window": 128, "sliding_window_pattern": 2}
 GATED_DELTA = {"full_attention_interval": 4, "linear_num_value_heads": 32, "linear_num_key_heads": 16}
 GATED_DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 
@@ -209,7 +210,6 @@ def count(config: Mapping[str, Any], name: str, where: str) -> int:
     return value
 
 
-SECOND_WINDOWED = {"sliding_window": 128, "sliding_window_pattern": 2}
 KNOWN = {
     shape.name.lower(): shape
     for shape in (
@@ -218,22 +218,8 @@ KNOWN = {
         known("Gemma-3-27B 62 5376 32 16 128 131072", 27.43, sliding_window=1024, sliding_window_pattern=6),
         known("GLM-4.5-Air 46 4096 96 8 128 131072", 106.85, 12),
         known("GLM-4.6 92 5120 96 8 128 202752", 356.79, 32),
-        known(
-            "gpt-oss-20b 24 2880 64 8 64 131072",
-            20.91,
-            3.6,
-            12.8,
-            sliding_window=128,
-            sliding_window_pattern=2,
-        ),
-        known(
-            "gpt-oss-120b 36 2880 64 8 64 131072",
-            116.83,
-            5.1,
-            60.8,
-            sliding_window=128,
-            sliding_window_pattern=2,
-        ),
+        known("gpt-oss-20b 24 2880 64 8 64 131072", 20.91, 3.6, 12.8, **SECOND_WINDOWED),
+        known("gpt-oss-120b 36 2880 64 8 64 131072", 116.83, 5.1, 60.8, **SECOND_WINDOWED),
         known("Kimi-K2 61 7168 64 64 128 262144", 1026, 32, 959, **LATENT),
         known("Llama-3.1-8B 32 4096 32 8 128 131072", 8.03),
         known("Llama-3.1-70B 80 8192 64 8 128 131072", 70.55),

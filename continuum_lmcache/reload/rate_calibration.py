@@ -89,7 +89,8 @@ class CalibratedCosts:
         predicted_s = rate.seconds(moved.size_bytes)
         log_slower = math.log(self._own_s(moved)) - math.log(predicted_s)
         self.drifts[moved.tier] = self.drifts[moved.tier].updated(log_slower)
-        self._correct()
+        dram, ssd = self.drifts[Tier.DRAM].of(self._profile.dram), self.drifts[Tier.SSD].of(self._profile.ssd)
+        self.costs = replace(self.costs, dram=dram, ssd=ssd)
 
     def observe_prefill(self, took_s: float, predicted_s: float) -> None:
         """Learn from one step: its seconds, and those of its tokens by `costs`."""
@@ -104,15 +105,6 @@ class CalibratedCosts:
         of = self.costs
         return {"prefill": of.prefill.samples, "dram": of.dram.samples, "ssd": of.ssd.samples}
 
-    def _correct(self) -> None:
-        of = self._profile
-        self.costs = replace(
-            of,
-            prefill=self.pace.of_curve(of.prefill),
-            dram=self.drifts[Tier.DRAM].of(of.dram),
-            ssd=self.drifts[Tier.SSD].of(of.ssd),
-        )
-
     def _own_s(self, moved: KVTransfer) -> float:
         """The tier's own seconds: a disk load includes the copy to the GPU, which the cost model adds."""
         if moved.tier is Tier.DRAM:
@@ -121,20 +113,7 @@ class CalibratedCosts:
         return max(moved.duration_s - copy_s, moved.duration_s * LEAST_READ_SHARE)
 
 
-@dataclass(frozen=True, slots=True)
-class KeptShare:
-    """The share that a tier has kept of what it held. Each return weighs KEPT_DECAY of the next one."""
-
-    kept: float = 1.0  # as if one return had found all
-    returns: float = 1.0
-
-    @property
-    def share(self) -> float:
-        return self.kept / self.returns
-
-    def after(self, share: float) -> KeptShare:
-        """With one more return."""
-        return KeptShare(self.kept * KEPT_DECAY + share, self.returns * KEPT_DECAY + 1.0)
+ONE_KEPT = (1.0, 1.0)  # at first, as if one return had found all
 
 
 class TierSurvival:
@@ -147,14 +126,14 @@ class TierSurvival:
 
     def __init__(self, capacity_tokens: Mapping[Tier, int]) -> None:
         self.capacity_tokens: dict[Tier, int] = {}
-        self._kept: dict[Tier, KeptShare] = {}
+        self._kept: dict[Tier, tuple[float, float]] = {}  # sums over returns: the share that was kept, and 1
         self.resize(capacity_tokens)
 
     def resize(self, capacity_tokens: Mapping[Tier, int]) -> bool:
         """The tiers hold so many tokens now. One may be new, or gone. Returns whether anything changed."""
         before, self.capacity_tokens = self.capacity_tokens, dict(capacity_tokens)
         same = {tier for tier, tokens in capacity_tokens.items() if before.get(tier) == tokens}
-        self._kept = {tier: self._kept[tier] if tier in same else KeptShare() for tier in capacity_tokens}
+        self._kept = {tier: self._kept[tier] if tier in same else ONE_KEPT for tier in capacity_tokens}
         return capacity_tokens != before
 
     def on_return(self, left: Residency, found: Residency, context_tokens: int) -> None:
@@ -168,11 +147,13 @@ class TierSurvival:
         for tier, (left_tokens, found_tokens) in parts.items():
             lost_tokens = min(left_tokens, context_tokens) - found.gpu_tokens
             if tier in self._kept and lost_tokens > 0:
-                self._kept[tier] = self._kept[tier].after(min(1.0, found_tokens / lost_tokens))
+                kept, returns = self._kept[tier]
+                share = min(1.0, found_tokens / lost_tokens)
+                self._kept[tier] = (kept * KEPT_DECAY + share, returns * KEPT_DECAY + 1.0)
 
     def chances(self) -> dict[Tier, float]:
         """By tier, 0 to 1, for CostModel.reload_s."""
-        return {tier: kept.share for tier, kept in self._kept.items()}
+        return {tier: kept / returns for tier, (kept, returns) in self._kept.items()}
 
 
 def prior(rate: TransferRate | PrefillCurve) -> int:

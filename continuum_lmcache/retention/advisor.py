@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
-from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.tools.call_parser import likely_slowest
@@ -25,6 +25,7 @@ from continuum_lmcache.types import (
     ToolKey,
 )
 
+QUEUE_WINDOW = 100  # number of delays in T: the paper's K, minutes under load, so that T follows it
 TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
@@ -57,7 +58,7 @@ class RetentionAdvisor:
         self.features = self._policy.features
         self.config = replace(config, admission=config.admission and self.features.admission)
         self.gaps = gaps if gaps is not None else ToolDurations()
-        self.history = EvictionStats()
+        self._delays_s: deque[float] = deque(maxlen=QUEUE_WINDOW)
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
 
@@ -67,9 +68,15 @@ class RetentionAdvisor:
         expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self.features.priced_pins and reload_s >= expensive_s
 
-    def resize_tiers(self, capacity_tokens: Mapping[Tier, int]) -> bool:
-        """The tiers hold so many tokens now. Returns whether that is another size."""
-        return self.survival.resize(capacity_tokens)
+    def observe_queue_delay(self, delay_s: float) -> None:
+        """A turn whose program's KV had been evicted left the waiting queue: it came back without a pin, and
+        had to reload or recompute something. Other turns lost nothing and do not count in T."""
+        self._delays_s.append(delay_s)
+
+    @property
+    def queue_delay_s(self) -> float:
+        """T of eq. 2: mean delay of the last evicted turns; 0 before the first (the paper's start)."""
+        return sum(self._delays_s) / len(self._delays_s) if self._delays_s else 0.0
 
     def cheap_tier_tokens(self) -> int:
         """How many tokens the largest tier can hold from which a reload takes less time than computing."""
@@ -111,8 +118,7 @@ class RetentionAdvisor:
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(
             load,
-            queue_delay_s=self.history.queue_delay_s,
-            eta=self.history.eta,
+            queue_delay_s=self.queue_delay_s,
             reload_s=reload_s,
             price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
@@ -126,12 +132,10 @@ class RetentionAdvisor:
         slowest = self.gaps.slowest(calls)
         return slowest if self.gaps.exact(slowest).n else likely_slowest(calls)
 
-    def count_overdue(self, tool: ToolKey, turns: int, tenant: str = "") -> None:
-        """A program in a call of `tool` is not expected back: until it returns, it ended after `turns`."""
+    def count_overdue(self, tool: ToolKey, tenant: str = "") -> None:
+        """A program in a call of `tool` is not expected back."""
         self.gaps.censor(tool, MAX_GAP_S, tenant)
-        self.history.observe_program(turns)
 
-    def expect_again(self, tool: ToolKey, turns: int, tenant: str = "") -> None:
+    def expect_again(self, tool: ToolKey, tenant: str = "") -> None:
         """A program of `count_overdue` goes on after all."""
         self.gaps.withdraw_censored(tool, MAX_GAP_S, tenant)
-        self.history.withdraw_program(turns)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from continuum_lmcache.programs.program import Program
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import EngineLoad, Pin, ProgramId
@@ -35,9 +34,12 @@ class PinRenewal:
         A step makes at most DECISIONS_A_STEP decisions. Further due pins get EVERY_S more; the others wait.
         """
         pins, renewed = self.pins, list[Pin]()
-        if now_s >= self.next_check_s and self._became_short(now_s, is_memory_short):
-            self.to_renew = deque(pins.pinned)
-        elif not self.was_short:
+        if now_s >= self.next_check_s:
+            self.next_check_s = now_s + EVERY_S
+            if is_memory_short and not self.was_short:
+                self.to_renew = deque(pins.pinned)
+            self.was_short = is_memory_short
+        if not self.was_short:
             self.to_renew.clear()
         due_s = pins.next_deadline_s()
         if due_s is not None and due_s <= now_s:
@@ -45,22 +47,17 @@ class PinRenewal:
             for number, pin in enumerate([pin for pin in due if self._is_renewable(pin)]):
                 is_decided = number < DECISIONS_A_STEP
                 deadline_s = self._deadline_s(now_s, pin, load()) if is_decided else now_s + EVERY_S
-                renewed.append(self._renew(pin, deadline_s))
+                renewed.append(pins.renew(pin.program, deadline_s))
         while self.to_renew and len(renewed) < DECISIONS_A_STEP:
             found = pins.pinned.get(self.to_renew.popleft())
             if found is not None and self._is_renewable(found):
-                renewed.append(self._renew(found, self._deadline_s(now_s, found, load())))
+                renewed.append(pins.renew(found.program, self._deadline_s(now_s, found, load())))
         return renewed
-
-    def _became_short(self, now_s: float, is_memory_short: bool) -> bool:
-        before, self.was_short = self.was_short, is_memory_short
-        self.next_check_s = now_s + EVERY_S
-        return self.was_short and not before
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether the pin's worth depends on the memory now, and its program is away."""
         is_priced = self.advisor.is_priced(pin.turn.context_tokens, pin.retention.reload_s)
-        return is_priced and self._program(pin).turn is None
+        return is_priced and self.pins.programs[pin.program].turn is None
 
     def _deadline_s(self, now_s: float, pin: Pin, load: EngineLoad) -> float:
         """As if the pin began now, for a program that has been away this long."""
@@ -69,10 +66,3 @@ class PinRenewal:
         if ttl_s > 0 and not load.is_memory_short:
             ttl_s = max(ttl_s, EVERY_S)
         return now_s + max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
-
-    def _renew(self, pin: Pin, deadline_s: float) -> Pin:
-        self.pins.renew(pin.program, deadline_s)
-        return self.pins.pinned[pin.program]
-
-    def _program(self, pin: Pin) -> Program:
-        return self.pins.programs[pin.program]

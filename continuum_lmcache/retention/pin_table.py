@@ -96,10 +96,11 @@ class PinTable:
         self.outcomes[why] += 1
         return pin
 
-    def renew(self, program: ProgramId, deadline_s: float) -> None:
-        """Change the deadline of the program's pin."""
+    def renew(self, program: ProgramId, deadline_s: float) -> Pin:
+        """Change the deadline of the program's pin. Returns the pin with it."""
         pin = self.pinned[program] = replace(self.pinned[program], deadline_s=deadline_s)
         heapq.heappush(self._deadlines, (min(deadline_s, pin.taken_s + self.max_ttl_s), program))
+        return pin
 
     def turn_stopped_waiting(self, program: ProgramId) -> None:
         """A turn of the program ran or ended. Its pin may have stayed past its deadline for that turn."""

@@ -58,8 +58,8 @@ def continuum(
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s
-    best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    return retention_of(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
+    ttl_s = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
+    return retention_of(seen, ttl_s, benefit_s, "cold-start" if cold else "cdf", config, load.price)
 
 
 def static_ttl(

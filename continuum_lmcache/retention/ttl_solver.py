@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.tools.distribution import DurationDistribution
@@ -25,16 +24,8 @@ CONTENDED_PRICE = 1.0  # the paper's
 PART = 32  # gaps, about the square root of a full window
 
 
-@dataclass(frozen=True, slots=True)
-class TtlChoice:
-    """The maximiser of eq. 2 and the values behind it."""
-
-    ttl_s: float
-    probability: float  # P(gap <= ttl_s)
-
-
-def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, price: float = 1.0) -> TtlChoice:
-    """tau* within [0, max_ttl_s]; the shortest of equals.
+def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, price: float = 1.0) -> float:
+    """tau* within [0, max_ttl_s], in seconds; the shortest of equals.
 
     P is a staircase, so between two recorded gaps only the cost grows: no tau in between can be
     better. The ceiling limits the candidates, not the answer, since the best TTL below it
@@ -44,12 +35,12 @@ def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, pri
     if seen.level == "cold":
         return best_cold_ttl(benefit_s / price, max_ttl_s)
     if benefit_s <= 0.0:
-        return TtlChoice(0.0, 0.0)
+        return 0.0
     gaps_s, cdf = seen.samples_s, seen.cdf
     allowed = bisect_right(gaps_s, max_ttl_s)
     parts = range(0, allowed, PART)
     reached_s = max([cdf[at] * benefit_s - price * gaps_s[at] for at in parts], default=0.0)
-    best, best_gain_s = (0.0, 0.0), 0.0
+    best_s, best_gain_s = 0.0, 0.0
     for begin in parts:
         end = min(begin + PART, allowed)
         if cdf[end - 1] * benefit_s - price * gaps_s[begin] < reached_s:
@@ -57,11 +48,11 @@ def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, pri
         for ttl_s, probability in zip(gaps_s[begin:end], cdf[begin:end], strict=True):
             gain_s = probability * benefit_s - price * ttl_s
             if gain_s > best_gain_s:
-                best, best_gain_s = (ttl_s, probability), gain_s
-    return TtlChoice(*best)
+                best_s, best_gain_s = ttl_s, gain_s
+    return best_s
 
 
-def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> TtlChoice:
+def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> float:
     """tau* while the gaps are modelled as Exp(1): ln(benefit_s), or 0 where that is negative.
 
     The gain (1 - exp(-tau)) * b - tau has the slope b * exp(-tau) - 1: positive up to tau = ln b
@@ -71,13 +62,12 @@ def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> TtlChoice:
     seconds, replaces P(tau, f), and eq. 2 is solved for each request as usual. So a
     request whose reload costs nothing is not pinned even while nothing was learned.
     """
-    ttl_s = min(math.log(benefit_s), max_ttl_s) if benefit_s > 1.0 else 0.0
-    return TtlChoice(ttl_s, -math.expm1(-ttl_s))
+    return min(math.log(benefit_s), max_ttl_s) if benefit_s > 1.0 else 0.0
 
 
 def retention_of(
     seen: DurationDistribution,
-    best: TtlChoice,
+    ttl_s: float,
     benefit_s: float,
     reason: str,
     config: ContinuumConfig,
@@ -85,12 +75,12 @@ def retention_of(
 ) -> Retention:
     """A decision, with the values behind it."""
     return Retention(
-        ttl_s=best.ttl_s,
+        ttl_s=ttl_s,
         policy=config.policy,
         reason=reason,
-        probability=best.probability,
+        probability=seen.probability(ttl_s),
         benefit_s=benefit_s,
-        cost_s=price * best.ttl_s,
+        cost_s=price * ttl_s,
         samples=seen.n,
         level=seen.level,
     )

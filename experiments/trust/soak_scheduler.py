@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH
 from continuum_lmcache import engine
 from continuum_lmcache.programs.end_claims import MAX_CLAIMS
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS
-from continuum_lmcache.retention.engine_stats import QUEUE_WINDOW
+from continuum_lmcache.retention.advisor import QUEUE_WINDOW
 from experiments.sim.agents import Agents
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
@@ -46,7 +46,7 @@ SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".engine.end_claims.ended": MAX_CLAIMS,
     ".engine._shared_prefixes._heads": MOST_HEADS,
-    ".engine.advisor.history._delays_s": QUEUE_WINDOW,
+    ".engine.advisor._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")

@@ -76,11 +76,9 @@ class LookupLog:
         if not found["found_count"]:
             return
         ssd_tokens = found["found_count"] * from_l2 // keys * self._chunk_tokens
-        dram_tokens = found["hit_tokens"] - ssd_tokens
         with self._log.lock:
             number = self._log.next_number()
-            tokens = (dram_tokens, ssd_tokens)
-            self._done.append(LookupResult(number, event.session_id, *tokens, end_s - start_s))
+            self._done.append(LookupResult(number, event.session_id, ssd_tokens, end_s - start_s))
 
     def since(self, number: int) -> list[LookupResult]:
         """The lookups after `number`, oldest first. The caller holds the log's lock."""

@@ -65,7 +65,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "prompt_tokens": dict(residency.prompt_tokens),
         "returned_context_tokens": dict(residency.returned_tokens),
         **rate_totals(advisor.rates),
-        "eviction_delay_seconds": {"": advisor.history.queue_delay_s},
+        "eviction_delay_seconds": {"": advisor.queue_delay_s},
         "programs_held": {"": programs.in_stage[Stage.IN_LINE]},
         "longest_wait_seconds": {"": engine.admission.longest_wait_s},
         "working_set_tokens": {"": programs.context_tokens},

@@ -1,20 +1,20 @@
 """T and eta, from an engine's observations."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.retention.engine_stats import PROGRAM_WINDOW, QUEUE_WINDOW, EvictionStats
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.programs.context_growth import WINDOW, ContextGrowth
+from continuum_lmcache.retention.advisor import QUEUE_WINDOW, RetentionAdvisor
 
 
 def after(*turn_counts):
-    history = EvictionStats()
+    growth = ContextGrowth()
     for turns in turn_counts:
-        history.observe_program(turns)
-    return history
+        growth.program_ended(turns)
+    return growth
 
 
 def by_numpy(turn_counts):
@@ -22,27 +22,15 @@ def by_numpy(turn_counts):
     return -np.corrcoef(np.array(pairs).T)[0, 1]
 
 
-def test_t_is_the_mean_delay_of_evicted_turns_and_0_before_the_first():
-    history = EvictionStats()
-    assert history.queue_delay_s == 0.0
-    history.observe_queue_delay(2.0, evicted=True)
-    history.observe_queue_delay(99.0, evicted=False)
-    history.observe_queue_delay(4.0, evicted=True)
-    assert history.queue_delay_s == 3.0
-
-
-def test_t_forgets_what_is_older_than_its_window():
-    history = EvictionStats()
-    for delay_s in [50.0] * QUEUE_WINDOW + [1.0] * QUEUE_WINDOW:
-        history.observe_queue_delay(delay_s, evicted=True)
-    assert history.queue_delay_s == 1.0
-
-
-def test_a_delay_that_cannot_be_does_not_count():
-    history = EvictionStats()
-    for delay_s in (2.0, -1.0, math.nan, math.inf):
-        history.observe_queue_delay(delay_s, evicted=True)
-    assert history.queue_delay_s == 2.0
+def test_t_is_the_mean_of_the_latest_delays_and_0_before_the_first():
+    advisor = RetentionAdvisor(ContinuumConfig())
+    assert advisor.queue_delay_s == 0.0
+    for delay_s in (2.0, 4.0):
+        advisor.observe_queue_delay(delay_s)
+    assert advisor.queue_delay_s == 3.0
+    for _ in range(QUEUE_WINDOW):
+        advisor.observe_queue_delay(1.0)
+    assert advisor.queue_delay_s == 1.0
 
 
 def test_eta_is_1_until_two_different_lengths_were_seen():
@@ -66,10 +54,16 @@ def test_eta_is_minus_the_correlation_of_turns_done_and_turns_left(turn_counts):
 
 
 def test_eta_forgets_what_is_older_than_its_window():
-    recent = [5, 9] * (PROGRAM_WINDOW // 2)
+    recent = [5, 9] * (WINDOW // 2)
     assert after(*[300] * 10, *recent).eta == pytest.approx(by_numpy(recent))
-    assert after(*[300] * 10, *[5] * PROGRAM_WINDOW).eta == 1.0
+    assert after(*[300] * 10, *[5] * WINDOW).eta == 1.0
 
 
 def test_a_number_of_turns_that_cannot_be_does_not_count():
     assert after(7, 0, -3, 10**9, 8).eta == after(7, 8).eta
+
+
+def test_a_program_that_goes_on_after_all_does_not_count():
+    growth = after(7, 8, 30)
+    growth.program_goes_on(30)
+    assert growth.eta == after(7, 8).eta
