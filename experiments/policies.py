@@ -95,8 +95,8 @@ def three_way_ttl(
     benefit_s = load.queue_delay_s * load.eta + load.reload_s
     own = gaps.exact(most_specific(turn.tool, gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
-        ttl_s = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)
-        return retention_of(own, ttl_s, benefit_s, "posterior", config)
+        seen = as_posterior(own)
+        return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "posterior", config)
     seen = gaps.distribution(turn.tool)
     return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
 
