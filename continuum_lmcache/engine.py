@@ -169,7 +169,7 @@ class Engine:
             arrival_s = before.arrival_s
         program = self.programs.add(now_s, name, new.tenant, arrival_s, one_turn=False)
         if program.counts_as_ended:
-            self.advisor.expect_again(program.tool, program.tenant)
+            self.advisor.gaps.withdraw_lost(program.tool, program.tenant)
         self.programs.expect_again(program)
         # on another engine, or in a first turn that had no program's name
         has_started = program.stage is Stage.IDLE and (fields.turns > 0 or link is not None)
@@ -361,7 +361,7 @@ class Engine:
     def _drop(self, now_s: float, program: Program) -> ProgramEnded:
         """The program ended, or is not waited for any more. Dropping its record is the whole clean-up."""
         if program.finished_s is not None and not program.counts_as_ended:  # it never came back from its call
-            self.advisor.count_overdue(program.tool, program.tenant)
+            self.advisor.gaps.add_lost(program.tool, program.tenant)
         self.programs.count_end(program)
         self.programs.drop(program)
         return ProgramEnded(now_s, program.id, program.turns)
@@ -381,7 +381,7 @@ class Engine:
 
     def _start_programs(self, now_s: float, step: StepLoad) -> list[Event]:
         for program in self.programs.expire_away(now_s, may_have_ended=self.config.admission):
-            self.advisor.count_overdue(program.tool, program.tenant)
+            self.advisor.gaps.add_lost(program.tool, program.tenant)
         if not self.admission.is_waited_for:
             return []
         is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share

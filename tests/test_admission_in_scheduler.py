@@ -348,7 +348,7 @@ def test_the_kv_of_a_program_that_calls_what_ends_programs_goes_first(
     bench = make(blocks=20, without=without, max_ttl_s=0)
     for _ in range(6):
         bench.engine.advisor.gaps.observe(("bash",), 1.0)
-        bench.engine.advisor.count_overdue(("submit",))
+        bench.engine.advisor.gaps.add_lost(("submit",))
     bench.turn("q", prompt(6 * BLOCK, 1), this_func_call="bash")
     bench.turn("p", prompt(10 * BLOCK, 2), this_func_call="submit")
     bench.turn("r", prompt(9 * BLOCK, 3), this_func_call="bash")

@@ -128,7 +128,7 @@ def test_a_turns_end_is_one_list_in_one_order() -> None:
 def test_after_a_call_from_which_few_return_the_turns_own_blocks_go_first() -> None:
     rig = Rig()
     for _ in range(20):
-        rig.engine.advisor.count_overdue(NO_CALL)
+        rig.engine.advisor.gaps.add_lost(NO_CALL)
     events = rig.turn("p", 64, range(4), this_tool=NO_CALL)
     assert kinds(events) == ["TurnFinished", "EvictFirst"] and events[0].retention.ttl_s == 0.0
 

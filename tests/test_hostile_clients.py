@@ -172,7 +172,7 @@ def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
         advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
     before_s = advisor.outlook(("pytest",), tenant).expected_s
     for _ in range(400):
-        advisor.count_overdue(("pytest",), "liar")
+        advisor.gaps.add_lost(("pytest",), "liar")
         advisor.gaps.observe(("pytest",), 1e5, "liar")
     assert advisor.outlook(("pytest",), tenant).expected_s == before_s
     assert (

@@ -8,7 +8,7 @@ from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE, PART, best_ttl
-from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
+from continuum_lmcache.tools.distribution import DurationDistribution, equal_steps
 from continuum_lmcache.tools.durations import SHORTEST_GAP_S
 from continuum_lmcache.types import QueueEntry
 from experiments.policies import known, setting
@@ -22,13 +22,12 @@ SLACK = 1e-9  # two candidates can be equal but for rounding
 
 @st.composite
 def distributions(draw):
-    ended_s, lost_s = draw(GAPS_S), draw(GAPS_S)
+    ended_s = draw(GAPS_S)
     cold = draw(st.booleans())
     if cold:
         return DurationDistribution("cold", (), (), 0)
-    return DurationDistribution(
-        "all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s)
-    )
+    observed = len(ended_s) + draw(st.integers(0, 40))
+    return DurationDistribution("all", tuple(ended_s), equal_steps(len(ended_s), observed), observed)
 
 
 def gain_s(seen, benefit_s, ttl_s):
@@ -47,17 +46,14 @@ def test_no_other_ttl_beats_the_chosen_one(seen, benefit_s, ceiling_s, shares):
 
 @given(
     st.lists(st.integers(1, 60).map(float) | st.floats(0.001, 60.0), max_size=5 * PART).map(sorted),
-    GAPS_S,
+    st.integers(0, 40),
     BENEFITS_S,
     CEILINGS_S,
     st.sampled_from((IDLE_PRICE, CONTENDED_PRICE)),
 )
-def test_the_chosen_ttl_is_the_one_that_a_look_at_every_gap_finds(
-    ended_s, lost_s, benefit_s, ceiling_s, price
-):
-    seen = DurationDistribution(
-        "all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s)
-    )
+def test_the_chosen_ttl_is_the_one_that_a_look_at_every_gap_finds(ended_s, lost, benefit_s, ceiling_s, price):
+    observed = len(ended_s) + lost
+    seen = DurationDistribution("all", tuple(ended_s), equal_steps(len(ended_s), observed), observed)
     allowed = [
         (p * benefit_s - price * t, -t) for t, p in zip(ended_s, seen.cdf, strict=True) if t <= ceiling_s
     ]

@@ -97,19 +97,19 @@ def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_m
         made.gaps.observe(bash, 20.0 + i % 20)
     expected_s = [made.outlook(bash).expected_s]
     for number in range(150):
-        made.count_overdue(bash)
+        made.gaps.add_lost(bash)
         if number in (30, 149):
             expected_s.append(made.outlook(bash).expected_s)
     assert expected_s[0] > expected_s[1] > expected_s[2]
     for _ in range(150):  # all were late
-        made.expect_again(bash)
+        made.gaps.withdraw_lost(bash)
     assert made.outlook(bash).expected_s == expected_s[0]
 
 
 def test_a_program_whose_tool_mostly_never_returns_is_not_expected() -> None:
     made = advisor(10_000_000)
     for _ in range(200):
-        made.count_overdue(("ask_human",))
+        made.gaps.add_lost(("ask_human",))
     assert made.outlook(("ask_human",)).expected_s == 0.0
 
 
@@ -136,6 +136,9 @@ def test_of_parallel_calls_the_longest_known_gap_decides_and_a_programs_name_bef
     assert made.slowest(calls) == ("tox", "bash")
     made.gaps.observe(("read",), 60.0)
     assert made.slowest(calls) == ("read",)
+    for gap_s in (1.0, 130.0):
+        made.gaps.observe(("tox", "bash"), gap_s)
+    assert made.slowest(calls) == ("tox", "bash"), "by its mean"
 
 
 @pytest.mark.parametrize("evicts", [True, False])
@@ -150,7 +153,7 @@ def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(
     answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)
     assert made.retain(answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
     for _ in range(6):
-        made.count_overdue(NO_CALL)
+        made.gaps.add_lost(NO_CALL)
     keep = made.retain(answer, LOAD)
     assert (keep.ttl_s > 0.0) is not evicts
     assert keep.reason == ("returns-late" if evicts else "cdf")

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.tools.distribution import kaplan_meier
 from continuum_lmcache.tools.durations import (
     COLD_SAMPLES,
     MAX_GAP_S,
@@ -23,7 +22,6 @@ from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, s
 PYTEST = ("pytest tests", "pytest", "bash")
 MAKE = ("make all", "make", "bash")
 GAPS_S = st.floats(0.0, 1e5)
-TIMES_S = st.integers(1, 9).map(float) | GAPS_S  # so that many are equal
 TOOLS = st.sampled_from([PYTEST, MAKE, ("bash",), ("read",), ()])
 EVENTS = st.lists(st.tuples(TOOLS, GAPS_S, st.booleans()), max_size=60)
 
@@ -35,6 +33,13 @@ def learned(*batches):
         for gap_s in gaps_s:
             assert gaps.observe(tool, gap_s)
     return gaps
+
+
+def add(gaps, tool, gap_s, ended):
+    if ended:
+        gaps.observe(tool, gap_s)
+    else:
+        gaps.add_lost(tool)
 
 
 def test_the_nearest_level_with_an_ended_gap_is_used_however_few_it_has() -> None:
@@ -67,29 +72,17 @@ def test_a_key_that_was_seen_too_little_falls_back_level_by_level():
     assert gaps.distribution(()).n == 251
 
 
-def test_an_abandoned_call_is_not_a_short_one():
-    """Kaplan-Meier by hand: gaps 1, 2, 3 ended and one was given up at 2.5 s.
-
-    After 1 s 3/4 are left; after 2 s 3/4 * 2/3 = 1/2; at 3 s only that one is at risk, so 0 are.
-    Counting the lost call as a gap of 2.5 s would say P(2.5) = 3/4.
-    """
-    assert kaplan_meier((1.0, 2.0, 3.0), [2.5]) == pytest.approx((1 / 4, 1 / 2, 1.0))
-
-
-@given(st.lists(TIMES_S).map(sorted), st.lists(TIMES_S).map(sorted))
-def test_of_those_at_risk_at_each_gap_one_is_gone(ended_s, lost_s):
-    left, expected = 1.0, []
-    for number, at_s in enumerate(ended_s):
-        at_risk = len(ended_s[number:]) + sum(lost >= at_s for lost in lost_s)
-        left *= 1 - 1 / at_risk
-        expected.append(1 - left)
-    assert kaplan_meier(ended_s, lost_s) == pytest.approx(expected)
+def test_an_abandoned_call_is_longer_than_all_that_ended():
+    gaps = learned((PYTEST, [1.0, 3.0]))
+    gaps.add_lost(PYTEST)
+    gaps.observe(PYTEST, 2.0)
+    assert gaps.exact(PYTEST).cdf == (1 / 4, 2 / 4, 3 / 4)
 
 
 def test_a_tool_that_never_returns_is_never_predicted_to():
     gaps = learned((MAKE, [1.0] * 200))
     for _ in range(101):
-        assert gaps.censor(("ask_human",), 3600.0)
+        gaps.add_lost(("ask_human",))
     seen = gaps.distribution(("ask_human",))
     assert (seen.level, seen.n, seen.samples_s, seen.probability(1e5)) == ("tool:1", 101, (), 0.0)
 
@@ -97,10 +90,10 @@ def test_a_tool_that_never_returns_is_never_predicted_to():
 def test_a_call_that_was_given_up_too_early_leaves_no_trace():
     gaps = learned((PYTEST, [1.0] * 200))
     before = gaps.dumps()
-    gaps.censor(PYTEST, MAX_GAP_S)
+    gaps.add_lost(PYTEST)
     assert gaps.lost_share(PYTEST) == pytest.approx(1 / 201, rel=1e-4)
-    gaps.withdraw_censored(PYTEST, MAX_GAP_S)
-    gaps.withdraw_censored(("read",), MAX_GAP_S)  # which has none
+    gaps.withdraw_lost(PYTEST)
+    gaps.withdraw_lost(("read",))  # which has none
     assert gaps.dumps() == before and gaps.lost_share(PYTEST) == 0.0
 
 
@@ -108,7 +101,7 @@ def test_a_few_calls_tell_a_tool_that_ends_programs_from_one_that_does_not():
     gaps = learned((MAKE, [1.0] * 200))
     assert gaps.lost_share(("submit", "bash")) == 0.0, "nothing is known of it"
     for _ in range(6):
-        gaps.censor(("submit", "bash"), MAX_GAP_S)
+        gaps.add_lost(("submit", "bash"))
     assert gaps.lost_share(("submit", "bash")) > 0.5
     assert gaps.lost_share(MAKE) < 0.05
     assert gaps.lost_share(("ask_human",)) < 0.05, "as all tools together"
@@ -121,7 +114,6 @@ def test_a_gap_that_cannot_be_is_refused():
     gaps = ToolDurations()
     for gap_s in (-0.001, math.nan, math.inf, -math.inf, MAX_GAP_S * 2):
         assert not gaps.observe(PYTEST, gap_s)
-        assert not gaps.censor(PYTEST, gap_s)
     assert gaps.distribution(PYTEST).n == 0
 
 
@@ -139,7 +131,7 @@ def test_the_oldest_gap_leaves_a_full_window():
 
 def test_the_oldest_leaves_even_if_it_never_ended():
     gaps = ToolDurations()
-    gaps.censor(("read",), 9.0)
+    gaps.add_lost(("read",))
     for _ in range(WINDOW):
         gaps.observe(("read",), 1.0)
     assert gaps.exact(("read",)).samples_s == (1.0,) * WINDOW
@@ -157,18 +149,11 @@ def test_the_key_not_heard_of_for_longest_is_forgotten():
     assert gaps.distribution(()).n == WINDOW
 
 
-def test_of_parallel_calls_the_one_with_the_longest_mean_is_the_slowest():
-    gaps = learned((MAKE, [5.0, 7.0]), (PYTEST, [1.0, 30.0]), (("read",), [0.1]))
-    assert gaps.slowest([("read",), MAKE, PYTEST]) == PYTEST
-    assert gaps.slowest([("read",), ("make test", "make", "bash")]) == ("make test", "make", "bash")
-    assert gaps.slowest([]) == ()
-
-
 @given(EVENTS, st.lists(GAPS_S, min_size=2, max_size=10))
 def test_p_is_a_distribution_whatever_was_seen(events, at_s):
     gaps = ToolDurations()
     for tool, gap_s, ended in events:
-        (gaps.observe if ended else gaps.censor)(tool, gap_s)
+        add(gaps, tool, gap_s, ended)
     seen = gaps.exact(())
     assert list(seen.samples_s) == sorted(seen.samples_s)
     curve = [seen.probability(t) for t in sorted(at_s)]
@@ -180,12 +165,11 @@ def test_p_is_a_distribution_whatever_was_seen(events, at_s):
 def test_what_was_saved_is_what_is_loaded(events):
     gaps = ToolDurations()
     for tool, gap_s, ended in events:
-        (gaps.observe if ended else gaps.censor)(tool, round(gap_s, 6))
+        add(gaps, tool, round(gap_s, 6), ended)
     again = ToolDurations.loads(gaps.dumps())
     assert again.dumps() == gaps.dumps()
     for tool, _, _ in events:
         assert again.exact(tool) == gaps.exact(tool)
-        assert again.slowest([tool, ("read",)]) == gaps.slowest([tool, ("read",)])
 
 
 def saved(**changes):

@@ -13,7 +13,7 @@ from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvi
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.tools.call_parser import likely_slowest
-from continuum_lmcache.tools.durations import MAX_GAP_S, ToolDurations
+from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import (
     NO_CALL,
     EngineLoad,
@@ -126,16 +126,13 @@ class RetentionAdvisor:
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
     def slowest(self, calls: Sequence[ToolKey]) -> ToolKey:
-        """Of a turn's parallel calls the slowest by its mean gap, or by its name while none is known."""
+        """Of a turn's parallel calls the slowest by its mean gap, or by its name while none is known.
+
+        A call counts with its most specific level that has observations: which call is slower is a weaker
+        question than how long it takes. Gaps are long-tailed, so the largest mean is close to the mean of
+        the largest.
+        """
         if len(calls) < 2:
             return calls[0] if calls else ()
-        slowest = self.gaps.slowest(calls)
+        slowest = max(calls, key=lambda call: self.gaps.most_specific(call).mean_s or 0.0)
         return slowest if self.gaps.exact(slowest).n else likely_slowest(calls)
-
-    def count_overdue(self, tool: ToolKey, tenant: str = "") -> None:
-        """A program in a call of `tool` is not expected back."""
-        self.gaps.censor(tool, MAX_GAP_S, tenant)
-
-    def expect_again(self, tool: ToolKey, tenant: str = "") -> None:
-        """A program of `count_overdue` goes on after all."""
-        self.gaps.withdraw_censored(tool, MAX_GAP_S, tenant)

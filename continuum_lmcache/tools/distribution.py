@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress
-from operator import mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +18,7 @@ class DurationDistribution:
     n: int  # observations, those that never ended included
 
     def probability(self, ttl_s: float) -> float:
-        """P(gap <= ttl_s), 0 to 1: Kaplan-Meier (JASA 53, 1958); while cold that of Exp(1), by the paper."""
+        """P(gap <= ttl_s), 0 to 1; while cold that of Exp(1), by the paper."""
         if self.level == "cold":
             return -math.expm1(-max(ttl_s, 0.0))
         at = bisect_right(self.samples_s, ttl_s)
@@ -42,23 +39,7 @@ class DurationDistribution:
 
 
 @functools.lru_cache(maxsize=2)
-def equal_steps(n: int) -> tuple[float, ...]:
-    """1/n, 2/n, ... 1. Of a full window it is always the same."""
-    return tuple([i / n for i in range(1, n + 1)])
-
-
-def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple[float, ...]:
-    """P(gap <= ended_s[i]) with right-censored observations, both ascending; Kaplan & Meier 1958.
-
-    At each gap that ended, the remaining share falls by 1 / (those not yet ended or lost).
-    Without censoring this is the empirical CDF, i / n.
-    """
-    n = len(ended_s)
-    if not censored_s:
-        return equal_steps(n)
-    ends = bytearray(b"\1" * (n + len(censored_s)))  # of all observations in their order; 0: it was lost
-    for before, at_s in enumerate(censored_s):
-        ends[before + bisect_right(ended_s, at_s)] = 0
-    at_risk = compress(range(len(ends), 0, -1), ends)
-    left = accumulate([1.0 - 1.0 / many for many in at_risk], mul)
-    return tuple([1.0 - share for share in left])
+def equal_steps(ended: int, observed: int) -> tuple[float, ...]:
+    """P(gap <= each of the gaps that ended), ascending: those that never ended are longer than all. Of a full
+    window it is often the same."""
+    return tuple([number / observed for number in range(1, ended + 1)])

@@ -12,13 +12,12 @@ import json
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import DurationsError
-from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
+from continuum_lmcache.tools.distribution import DurationDistribution, equal_steps
 from continuum_lmcache.types import ToolKey
 
 COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
@@ -41,34 +40,30 @@ class DurationWindow:
     size it is faster than every tree written in Python, and the search is O(log n).
     """
 
-    recent: deque[tuple[float, bool]] = field(default_factory=deque)  # seconds, whether it ended
+    recent: deque[float] = field(default_factory=deque)  # seconds; infinite: the program never returned
     ended_s: list[float] = field(default_factory=list)
-    censored_s: list[float] = field(default_factory=list)
     # until the next observation: a turn's end asks three times
     _distribution: DurationDistribution | None = None
 
-    def add(self, gap_s: float, ended: bool) -> None:
-        if len(self.recent) >= WINDOW:
-            oldest_s, oldest_ended = self.recent.popleft()
-            ordered = self.ended_s if oldest_ended else self.censored_s
-            del ordered[bisect_left(ordered, oldest_s)]
+    def add(self, gap_s: float) -> None:
+        if len(self.recent) >= WINDOW and (oldest_s := self.recent.popleft()) < math.inf:
+            del self.ended_s[bisect_left(self.ended_s, oldest_s)]
         self._distribution = None
-        self.recent.append((gap_s, ended))
-        insort(self.ended_s if ended else self.censored_s, gap_s)
+        self.recent.append(gap_s)
+        if gap_s < math.inf:
+            insort(self.ended_s, gap_s)
 
-    def withdraw_censored(self, gap_s: float) -> None:
-        """Remove one such observation; nothing if the window has moved past it."""
-        if (gap_s, False) in self.recent:
-            self.recent.remove((gap_s, False))
-            self.censored_s.remove(gap_s)
+    def withdraw_lost(self) -> None:
+        """Remove a gap that never ended; nothing if the window has moved past it."""
+        if math.inf in self.recent:
+            self.recent.remove(math.inf)
             self._distribution = None
 
     def distribution(self, level: str) -> DurationDistribution:
         found = self._distribution
         if found is None or found.level != level:
-            samples_s = tuple(self.ended_s)
-            cdf = kaplan_meier(samples_s, self.censored_s)
-            found = self._distribution = DurationDistribution(level, samples_s, cdf, len(self.recent))
+            cdf, n = equal_steps(len(self.ended_s), len(self.recent)), len(self.recent)
+            found = self._distribution = DurationDistribution(level, tuple(self.ended_s), cdf, n)
         return found
 
 
@@ -89,23 +84,23 @@ class ToolDurations:
 
     def observe(self, tool: ToolKey, gap_s: float, tenant: str = "") -> bool:
         """The program came back after `gap_s`. False if that is no possible gap."""
-        return self._add(tool, gap_s, True, tenant)
+        if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
+            return False
+        self._add(tool, max(gap_s, SHORTEST_GAP_S), tenant)
+        return True
 
-    def censor(self, tool: ToolKey, waited_s: float, tenant: str = "") -> bool:
-        """The program had not come back after `waited_s` and is no longer expected.
+    def add_lost(self, tool: ToolKey, tenant: str = "") -> None:
+        """The program is no longer expected back. Without this a tool that often hangs would look like its
+        short calls that did return."""
+        self._add(tool, math.inf, tenant)
 
-        Right-censored: the gap is longer than that, by an unknown time. Without it a
-        tool that often hangs would look like its short calls that did return.
-        """
-        return self._add(tool, waited_s, False, tenant)
-
-    def withdraw_censored(self, tool: ToolKey, waited_s: float, tenant: str = "") -> None:
-        """An observation of `censor` was wrong: the program came back."""
+    def withdraw_lost(self, tool: ToolKey, tenant: str = "") -> None:
+        """An observation of `add_lost` was wrong: the program came back."""
         if tenant in self._tenants:
-            self._tenants[tenant].withdraw_censored(tool, waited_s)
+            self._tenants[tenant].withdraw_lost(tool)
         for key in suffixes(tool):
             if (window := self._windows.get(key)) is not None:
-                window.withdraw_censored(max(waited_s, SHORTEST_GAP_S))
+                window.withdraw_lost()
 
     def distribution(self, tool: ToolKey) -> DurationDistribution:
         """The distribution used for `tool`: its most specific level with more than K observations.
@@ -151,15 +146,6 @@ class ToolDurations:
         found = (self.exact(key) for key in suffixes(tool))
         return next((own for own in found if own.samples_s), self.exact(()))
 
-    def slowest(self, calls: Iterable[ToolKey]) -> ToolKey:
-        """Of parallel calls, the one with the longest mean gap; () if there is none.
-
-        A call counts with its most specific level that has observations: which call is slower is
-        a weaker question than how long it takes. Gaps are long-tailed, so the largest mean is
-        close to the mean of the largest.
-        """
-        return max(calls, key=lambda call: self.most_specific(call).mean_s or 0.0, default=())
-
     def dumps(self) -> str:
         """Everything learned, as versioned JSON in the order of use; loads() reads it.
 
@@ -171,8 +157,8 @@ class ToolDurations:
             recent = list(window.recent)
             found = {
                 "levels": list(key),
-                "gaps_s": [round(gap_s, 6) for gap_s, _ in recent],
-                "unended": [i for i, (_, ended) in enumerate(recent) if not ended],
+                "gaps_s": [round(min(gap_s, MAX_GAP_S), 6) for gap_s in recent],
+                "unended": [i for i, gap_s in enumerate(recent) if gap_s == math.inf],
             }
             keys.append(json.dumps(found))
         return f'{{"version": {VERSION}, "keys": [{", ".join(keys)}]}}'
@@ -185,21 +171,18 @@ class ToolDurations:
         except (ValueError, RecursionError) as error:
             raise DurationsError(f"saved tool durations are not JSON: {error}") from error
         gaps = cls()
-        for key, observations in parsed(saved):
+        for key, gaps_s in parsed(saved):
             window = gaps._window(key)
-            for gap_s, ended in observations:
-                window.add(gap_s, ended)
+            for gap_s in gaps_s:
+                window.add(gap_s)
         return gaps
 
-    def _add(self, tool: ToolKey, gap_s: float, ended: bool, tenant: str = "") -> bool:
-        if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
-            return False
+    def _add(self, tool: ToolKey, gap_s: float, tenant: str = "") -> None:
         for key in reversed(suffixes(tool)):
-            self._window(key).add(max(gap_s, SHORTEST_GAP_S), ended)
+            self._window(key).add(gap_s)
         if self.everybody is None:
             own = self._tenants[tenant] = self._tenants.get(tenant) or ToolDurations(self)
-            own._add(tool, gap_s, ended)
-        return True
+            own._add(tool, gap_s)
 
     def _window(self, key: ToolKey) -> DurationWindow:
         """The key's window, now the most recently used; the least recently used is dropped."""
@@ -217,7 +200,7 @@ def suffixes(tool: ToolKey) -> list[ToolKey]:
     return [tool[at:] for at in range(max(len(tool) - MAX_LEVELS, 0), len(tool) + 1)]
 
 
-def parsed(saved: Any) -> list[tuple[ToolKey, list[tuple[float, bool]]]]:
+def parsed(saved: Any) -> list[tuple[ToolKey, list[float]]]:
     """Keys and observations of a saved file; raises DurationsError at the first problem."""
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         raise DurationsError(f"saved tool durations have no version {VERSION}")
@@ -227,7 +210,7 @@ def parsed(saved: Any) -> list[tuple[ToolKey, list[tuple[float, bool]]]]:
     return [parsed_key(at, entry) for at, entry in enumerate(keys)]
 
 
-def parsed_key(at: int, entry: Any) -> tuple[ToolKey, list[tuple[float, bool]]]:
+def parsed_key(at: int, entry: Any) -> tuple[ToolKey, list[float]]:
     where = f"saved tool durations: keys[{at}]"
     if not isinstance(entry, dict):
         raise DurationsError(f"{where} must be an object, not {type(entry).__name__}")
@@ -240,7 +223,7 @@ def parsed_key(at: int, entry: Any) -> tuple[ToolKey, list[tuple[float, bool]]]:
     if not isinstance(unended, list) or not all(isinstance(i, int) for i in unended):
         raise DurationsError(f"{where}.unended must be a list of positions in gaps_s")
     lost = set(unended)
-    return tuple(key), [(float(gap_s), i not in lost) for i, gap_s in enumerate(gaps_s)]
+    return tuple(key), [math.inf if i in lost else float(gap_s) for i, gap_s in enumerate(gaps_s)]
 
 
 def plausible(gap_s: Any) -> bool:
