@@ -291,8 +291,11 @@ class Engine:
         ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
         outlook = advisor.outlook(tool, tenant)
         keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
+        in_line_s = keep.reload_s  # what the program's KV costs after a wait in the line
+        if not self.admission.tier_keeps_waiting:
+            in_line_s = advisor.rates.costs.prefill_s(tokens)
         yields = self.config.admission and self.admission.gives_up_place(
-            now_s, program, tokens, keep.reload_s, outlook.gap_s, self.turns.waiting_since_s
+            now_s, program, tokens, in_line_s, outlook.gap_s, self.turns.waiting_since_s
         )
         if yields:
             keep = replace(keep, ttl_s=0.0, reason="yields")
@@ -303,7 +306,7 @@ class Engine:
             ended,
             prompt.block_hashes,
             expected_s=outlook.expected_s,
-            reload_s=keep.reload_s,
+            reload_s=in_line_s,
             yields=yields,
         )
         events.append(self._finished(now_s, turn, end, tool, keep))

@@ -250,9 +250,21 @@ def test_the_gauge_looks_at_no_program_that_was_idle_for_longer_than_those_with_
     at = admission()
     at.on_arrival(0.0, A, 10, exempt=True)
     at.on_pause(0.0, A, 10, expected_s=10.0, reload_s=0.5)
+    at.on_arrival(0.0, C, 90_000)
     at.programs.records[B] = None  # type: ignore[assignment]
     at.programs.records.move_to_end(B, last=False)
-    assert at.admission.longest_wait_s == HOLD_S + at.admission.slice_s(0.5)
+    assert at.admission.longest_wait_s == HOLD_S + 2 * at.admission.slice_s(0.5)
+
+
+def test_the_gauge_shows_no_wait_where_a_usual_program_starts_at_once() -> None:
+    at = admission()
+    assert at.admission.longest_wait_s == 0.0
+    at.on_arrival(0.0, A, 20_000)
+    assert admitted(at, 0.0) == [A]
+    assert at.admission.longest_wait_s == 0.0
+    at.on_arrival(0.0, B, 90_000)
+    assert admitted(at, 0.0) == []
+    assert at.admission.longest_wait_s > 0.0
 
 
 def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:

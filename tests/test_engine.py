@@ -18,7 +18,7 @@ from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry import events as event_types
-from continuum_lmcache.types import NO_CALL, Pin, ProgramId, Residency, Retention, TurnId
+from continuum_lmcache.types import NO_CALL, Pin, ProgramId, Residency, Retention, Tier, TurnId
 
 BLOCK = 16
 MAX_WAIT_S = 60.0
@@ -80,14 +80,16 @@ class Rig:
         uses_pin = pin is not None and gpu_tokens > 0
         return self.do(self.engine.turn_ran(self.now_s, turn, said, served, uses_pin))
 
-    def end(self, turn: Turn, is_end: bool = True, block_ids: Sequence[int] = ()) -> list[Any]:
+    def end(
+        self, turn: Turn, is_end: bool = True, block_ids: Sequence[int] = (), dram_tokens: int = 0
+    ) -> list[Any]:
         """The turn generated one token."""
         said = self.prompts.pop(turn.id)
         tokens = said.num_prompt_tokens + 1
         whole = Prompt([*said.all_token_ids, 7], said.num_prompt_tokens)
         call = ToolCall(
             [turn.fields.this_tool] if turn.fields.this_tool else [],
-            Residency(0, 0, 0, tokens),
+            Residency(0, dram_tokens, 0, tokens),
             block_ids,
             50,
         )
@@ -178,6 +180,22 @@ def test_no_table_but_the_programs_own_holds_a_fact_of_a_program() -> None:
 def attributes(thing: Any) -> list[tuple[str, Any]]:
     names = [*getattr(thing, "__dict__", {}), *getattr(type(thing), "__slots__", ())]
     return [(name, getattr(thing, name)) for name in names if hasattr(thing, name)]
+
+
+def test_a_slice_repays_computing_again_where_the_tier_cannot_hold_all_programs() -> None:
+    """An LRU has nothing left of who waits in line while the others fill it."""
+    rig = Rig()
+    rig.engine.refresh(rig.now_s, 100 * BLOCK, {Tier.DRAM: 5000})
+    costs = rig.engine.advisor.rates.costs
+    from_dram = Residency(0, 1600, 0, 1601)
+    for others, expected_s in ((0, costs.reload_s(from_dram)), (3, costs.prefill_s(1601))):
+        for n in range(others):
+            rig.arrive(f"other{n}", prompt(1600, n + 1))
+        turn = rig.arrive("agent", prompt(1600))
+        rig.tick()
+        rig.run(turn)
+        rig.end(turn, dram_tokens=1600)
+        assert rig.engine.programs.records[turn.program.id].reload_s == expected_s
 
 
 def test_every_kind_of_event_has_the_time_and_the_program() -> None:

@@ -123,6 +123,15 @@ class AdmissionController:
         return min(started_room, fits - programs.active_tokens) - programs.heads.tokens
 
     @property
+    def tier_keeps_waiting(self) -> bool:
+        """Whether the tier has room for all programs' KV, so that it keeps that of one in line.
+
+        Programs with a place write into the tier while others wait. If all do not fit together, a tier that
+        evicts the oldest KV first has nothing left of who waited.
+        """
+        return self.programs.context_tokens <= self.capacity.tier_tokens
+
+    @property
     def hold_s(self) -> float:
         """How long a turn waits before programs give way to it: longer where these are nearly done."""
         return self.max_hold_s / (1.0 - min(max(self.eta(), 0.0), MOST_ETA))
@@ -145,8 +154,8 @@ class AdmissionController:
     ) -> bool:
         """Whether a program whose turn ends gives its place up.
 
-        `reload_s`: PrefillReload of its context. `gap_s`: the tool's mean gap. `waiting_since_s`: when each
-        of the turns came that wait, in the line or in the queue.
+        `reload_s`: what its context costs after a wait in the line. `gap_s`: the tool's mean gap.
+        `waiting_since_s`: when each of the turns came that wait, in the line or in the queue.
 
         In `refill_s` contexts like this one fill all of the GPU's cache again: the memory of one context
         yields as much as the reload of one costs. So for a longer gap another program uses the memory better.
@@ -174,7 +183,14 @@ class AdmissionController:
 
     @property
     def longest_wait_s(self) -> float:
-        """How long a program that came now would wait for its place at most, beside the turns under way."""
+        """How long a program that came now would wait for its place at most, beside the turns under way.
+
+        0 where nobody waits and a usual program fits beside those with a place.
+        """
+        growth = self.programs.growth
+        first_tokens = growth.forecast_tokens(round(growth.first_tokens), 0)
+        if not self.is_waited_for and first_tokens <= self.headroom_tokens:
+            return 0.0
         programs, started = self.programs, self.programs.started
         latest_first = reversed(programs.records.values())  # so it ends before thousands that are overdue
         has_place = (p for p in latest_first if p.stage in (Stage.ACTIVE, Stage.AWAY))
