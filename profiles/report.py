@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from continuum_lmcache.errors import ProfileError
 from profiles.engine_timing import KvShape
 from profiles.fit import Fit, fit_load, fit_prefill, fit_step, refuse_poor
 from profiles.timing import rounded
@@ -30,6 +31,8 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
     """The profile, without author and date. Raises ProfileError where the timings make no sense."""
     prefill = fit_prefill(medians(measured.prefill))
     refuse_poor(prefill, "prefill", force)
+    if not measured.steps:
+        raise ProfileError("no step was timed: was there too little time (--budget-s)?")
     longest = max(chunk for chunk, _, _ in measured.steps)
     alone = {(n, c, 0): s for (n, c), s in medians(measured.prefill).items() if n <= longest}
     step = fit_step(alone | medians(measured.steps))  # and the prefills that one step can hold

@@ -4,6 +4,7 @@ import itertools
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -172,6 +173,11 @@ def test_a_report_survives_yaml_and_shows_every_point():
     assert len(origin["prefill_fit"]["points"]) == len(origin["prefill_fit"]["relative_residuals"]) == 12
     assert profile["dram_store"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
     assert len(origin["steps"]["points"]) == 8
+
+
+def test_a_run_without_time_for_a_step_says_so():
+    with pytest.raises(ProfileError, match="no step was timed.*--budget-s"):
+        profile_of(replace(measured(), steps={}))
 
 
 def test_lmcache_stays_out_until_the_engine_is_up():
