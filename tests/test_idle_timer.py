@@ -1,70 +1,100 @@
-"""The timer that wakes an idle engine."""
+"""An idle engine sleeps until the next pin expires, and no longer."""
 
 from __future__ import annotations
 
 import queue
-import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from waiting import PATIENCE_S, wait_for
+from bench import Bench, prompt
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 
 from continuum_lmcache.vllm_plugin.hooks import idle_timer
-from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
+from continuum_lmcache.vllm_plugin.scheduler import LONGEST_SLEEP_S, ContinuumScheduler
 
 
-class Clock:
-    """A clock that the test sets, and how often it was read."""
+class Engine(EngineCoreProc):
+    """Only what vLLM's idle loop uses."""
 
-    now_s, reads = 0.0, 0
+    def __init__(self, idle_s: Any) -> None:
+        self.scheduler: Any = SimpleNamespace(idle_s=idle_s)
+        self.input_queue = queue.Queue()
+        self.aborts_queue = queue.Queue()
+        self.process_input_queue_block = True
+        self.handled: list[Any] = []
 
-    def monotonic(self) -> float:
-        self.reads += 1
-        return self.now_s
+    def has_work(self) -> bool:
+        return bool(self.handled)
 
+    def is_running(self) -> bool:
+        return True
 
-@pytest.mark.parametrize("times", [(0.02,), (600.0, 0.02), (0.02, 0.04), (None, 0.02), (0.02, None, 0.04)])
-def test_an_alarm_rings_at_the_time_that_was_set_last(
-    times: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, rung = Clock(), queue.Queue[float]()
-    monkeypatch.setattr(idle_timer, "time", clock)
-    alarm = IdleTimer(lambda: rung.put(clock.now_s))
-    for at_s in times:
-        alarm.set(at_s)
-    last_s = times[-1]
-    assert last_s is not None
-    clock.now_s = last_s - 0.01
-    already = clock.reads
-    wait_for(lambda: clock.reads >= already + 2)  # its thread has compared the two times
-    with alarm._changed:
-        assert rung.empty()
-        clock.now_s = last_s
-    assert rung.get(timeout=PATIENCE_S) == last_s
-    assert rung.empty()
-    alarm.close()
+    def _notify_idle_state_callbacks(self) -> None:
+        """Nobody waits for it."""
+
+    def _handle_client_request(self, request_type: EngineCoreRequestType, request: Any) -> None:
+        self.handled.append((request_type, request))
 
 
-def test_a_deadline_further_away_than_a_thread_can_wait_for_ends_no_timer() -> None:
-    rung: queue.Queue[None] = queue.Queue()
-    alarm = IdleTimer(lambda: rung.put(None))
-    alarm.set(1e300)
-    alarm.set(time.monotonic() + 0.01)
-    rung.get(timeout=PATIENCE_S)
-    alarm.set(1e300)
-    alarm._thread.join(0.1)
-    assert alarm._thread.is_alive()
-    alarm.close()
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    idle_timer.install()
 
 
-def test_an_alarm_that_rang_can_be_set_again() -> None:
-    rung: queue.Queue[None] = queue.Queue()
-    alarm = IdleTimer(lambda: rung.put(None))
+@pytest.mark.parametrize("idle_s", [0.0, 0.05])
+def test_an_idle_engine_goes_on_to_a_step_when_a_pin_is_due(idle_s: float) -> None:
+    engine = Engine(lambda: idle_s)
     for _ in range(3):
-        alarm.set(time.monotonic() + 0.01)
-        rung.get(timeout=PATIENCE_S)
-    alarm.set(None)
-    alarm.close()
-    assert rung.empty()
+        engine._process_input_queue()
+    assert not engine.handled
+
+
+@pytest.mark.parametrize("idle_s", [None, LONGEST_SLEEP_S])
+def test_an_engine_that_sleeps_is_woken_by_a_request(idle_s: float | None) -> None:
+    engine = Engine(lambda: idle_s)
+    wakes = [(EngineCoreRequestType.WAKEUP, None), (EngineCoreRequestType.ABORT, ["a"])]
+    for wake in wakes:
+        engine.input_queue.put(wake)
+    engine._process_input_queue()
+    assert engine.handled == wakes
+
+
+def test_another_scheduler_keeps_vllms_own_queue() -> None:
+    engine = Engine(None)
+    engine.handled.append("work")
+    engine._process_input_queue()
+    assert "get" not in vars(engine.input_queue)
+
+
+def test_the_scheduler_lets_the_engine_sleep_until_its_next_pin_is_due(model: Any, settings: Any) -> None:
+    settings(policy="static-ttl", static_ttl_s=4.0)
+    bench = Bench(ContinuumScheduler, model)
+    scheduler = bench.scheduler
+    assert scheduler.idle_s() is None
+    bench.turn("p", prompt(64))
+    left_s = scheduler.next_due_s() - bench.now_s
+    assert scheduler.idle_s() == left_s > 0
+    bench.now_s += left_s + 1
+    assert scheduler.idle_s() == 0 and scheduler.has_requests()
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert scheduler.idle_s() is None and not scheduler.has_requests(), "else it would spin"
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    bench.run_until_idle()
+    assert scheduler.idle_s() is None
+    scheduler.shutdown()
+
+
+def test_a_deadline_further_away_than_a_thread_can_wait_for_is_waited_for_in_parts(
+    model: Any, settings: Any
+) -> None:
+    settings(policy="static-ttl", static_ttl_s=1e300, max_ttl_s=1e300)
+    bench = Bench(ContinuumScheduler, model)
+    bench.turn("p", prompt(64))
+    assert bench.scheduler.idle_s() == LONGEST_SLEEP_S
+    bench.scheduler.shutdown()

@@ -165,7 +165,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "_reorder",
         "_choose_chunk",
         "_may_cut_anywhere",
-        "before_idle",
+        "idle_s",
         "on_new_weights",
         "next_due_s",
         "_running_rank",

@@ -35,12 +35,12 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
-from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
 
+LONGEST_SLEEP_S = 3600.0  # the longest that a thread can wait for differs between systems
 REPORT_EVERY_S = 0.5  # more often than any scrape; gathering and sending the figures costs 0.1 ms
 
 
@@ -70,7 +70,6 @@ class ContinuumMixin(Scheduler):
             self.scheduler_config.long_prefill_token_threshold = half
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
-        self._idle_timer: IdleTimer | None = None
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
         self._reclaimer = PinReclaimer(self, parts, events, lambda: self.clock(), config.pin_reclaim_after_s)
@@ -210,13 +209,12 @@ class ContinuumMixin(Scheduler):
         is_due = self._report_due or (due_s is not None and due_s <= self.clock())
         return is_due and self.pause_state == PauseState.UNPAUSED
 
-    def before_idle(self, wake: Callable[[], None]) -> None:
-        """The engine may go to sleep: set the timer for the next deadline."""
-        if super().has_requests():
-            return
-        if self._idle_timer is None:
-            self._idle_timer = IdleTimer(wake)
-        self._idle_timer.set(self.next_due_s())
+    def idle_s(self) -> float | None:
+        """For how long an idle engine may sleep; None: until a request comes."""
+        due_s = self.next_due_s()
+        if due_s is None or self.pause_state != PauseState.UNPAUSED:
+            return None
+        return min(max(0.0, due_s - self.clock()), LONGEST_SLEEP_S)
 
     def next_due_s(self) -> float | None:
         """When a pin expires, though nothing may run then; None: never."""
@@ -254,8 +252,6 @@ class ContinuumMixin(Scheduler):
     def shutdown(self) -> None:
         self._events.release_all_pins(self.clock())
         self._parts.close()
-        if self._idle_timer is not None:
-            self._idle_timer.close()
         super().shutdown()
 
     # order ------------------------------------------------------------------
