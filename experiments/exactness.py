@@ -256,7 +256,7 @@ def sources(llm: Any) -> Counter[str]:
     """
     parts = llm.llm_engine.engine_core.engine_core.scheduler._parts
     found = Counter(parts.residency.prompt_tokens)
-    for event in itertools.chain.from_iterable(parts.recorder.snapshot().values()):
+    for event in itertools.chain.from_iterable(parts.files.recorder.snapshot().values()):
         found["preemptions"] += "Request_evicted_from_running_queue_time" in event
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 from continuum_lmcache.telemetry.events import PinReleased, PinTaken, TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.telemetry.recorder import FORMAT, META, EventRecorder
 from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
-from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
+from continuum_lmcache.vllm_plugin.files import pieces, recording_path, write_whole
 
 EPOCH_S = 1_790_000_000.0
 ABOUT = {"model": "Llama", "policy": "continuum", "machine": "1 x H100", "versions": "vLLM 0.32.0"}
@@ -15,11 +15,11 @@ KEEP = Retention(3.0, "continuum", "cdf", probability=0.75)
 DROP = Retention(0.0, "continuum", "cdf")
 
 
-def written(tmp_path: Path, recorder: EventRecorder) -> Path:
+def written(tmp_path: Path, recorder: EventRecorder, rank: int = 0) -> Path:
     """The recorder's snapshot in a file."""
-    recording = RecordingWriter(tmp_path, recorder)
-    assert recording.flush()
-    return recording.path
+    path = recording_path(tmp_path, rank)
+    write_whole(path, pieces(recorder.snapshot()))
+    return path
 
 
 def saved(tmp_path: Path, jobs: Any) -> Path:

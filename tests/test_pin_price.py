@@ -161,10 +161,12 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
 def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
-    events = bench.parts.recorder.snapshot()["p"]
+    events = bench.parts.files.recorder.snapshot()["p"]
     [pin] = bench.engine.pins.pinned.values()
     renewed = [event for event in events if "renewed_time" in event]
-    assert renewed[-1]["deadline"] == pytest.approx(pin.deadline_s + bench.parts.recorder.epoch_s, abs=1e-5)
+    assert renewed[-1]["deadline"] == pytest.approx(
+        pin.deadline_s + bench.parts.files.recorder.epoch_s, abs=1e-5
+    )
 
 
 def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: Bench) -> None:

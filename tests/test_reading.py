@@ -15,7 +15,6 @@ from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.telemetry.events import PinRenewed, ProgramEnded, TurnArrived, TurnFinished
 from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 
 
 def two_programs() -> EventRecorder:
@@ -75,7 +74,7 @@ def test_ranks_of_one_run_are_read_together(tmp_path: Path) -> None:
         run = Run()
         for at_s in starts_s:
             run.turn("a", f"t{at_s}", (at_s, at_s, at_s + 1))
-        RecordingWriter(tmp_path, run.recorder, rank=rank).flush()
+        written(tmp_path, run.recorder, rank)
     (program,) = load(tmp_path).programs
     assert [t.gap_s for t in program.turns] == [3, 5, None]
 

@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import pytest
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.telemetry.events import ProgramEnded, TurnArrived
 from continuum_lmcache.telemetry.recorder import FORMAT, META, EventRecorder
+from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.files.recording_files import (
-    BATCH_EVENTS,
-    RecordingWriter,
-    pieces,
-)
+from continuum_lmcache.vllm_plugin.files import EngineFiles, pieces, recording_path
+
+
+def files(folder: Path, recorder: EventRecorder, rank: int = 0) -> EngineFiles:
+    """What an engine that records has."""
+    return EngineFiles(ToolDurations(), None, recorder, recording_path(folder, rank))
 
 
 def turns(recorder: EventRecorder, count: int) -> None:
@@ -41,10 +44,10 @@ def files_no_longer_than(size_bytes: int) -> Iterator[None]:
 
 def test_a_flush_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> None:
     recorder = EventRecorder(0.0)
-    recording = RecordingWriter(tmp_path / "new" / "run", recorder)
+    recording = files(tmp_path / "new" / "run", recorder)
     turns(recorder, 2)
-    recording.flush()
-    recording.flush()
+    recording.save()
+    recording.save()
     written = tmp_path / "new" / "run" / "scheduler_timestamps"
     assert list(json.loads(written.read_text())) == [META, "job-0", "job-1"]
     assert list(written.parent.iterdir()) == [written]
@@ -53,9 +56,9 @@ def test_a_flush_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> 
 def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
     for rank in range(3):
         recorder = EventRecorder(0.0)
-        recording = RecordingWriter(tmp_path, recorder, rank=rank)
+        recording = files(tmp_path, recorder, rank)
         turns(recorder, rank + 1)
-        recording.flush()
+        recording.save()
     names = [f"scheduler_timestamps{rank}" for rank in ("", "_dp1", "_dp2")]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert len(json.loads((tmp_path / "scheduler_timestamps_dp2").read_text())) == 1 + 3
@@ -64,67 +67,63 @@ def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run_output_dir \(or RUN_OUTPUT_DIR\)"):
-        RecordingWriter(tmp_path / "file" / "run", EventRecorder(0.0))
+        recording_path(tmp_path / "file" / "run")
 
 
-def test_a_directory_that_vanishes_is_one_warning_and_a_count(
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    recorder = EventRecorder(0.0)
+    recording = files(tmp_path / "run", recorder)
+    (tmp_path / "run").rmdir()
+    turns(recorder, 10)
+    recording.save()
+    assert len(json.loads((tmp_path / "run" / "scheduler_timestamps").read_text())) == 1 + 10
+
+
+def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = EventRecorder(0.0)
-    recording = RecordingWriter(tmp_path / "run", recorder)
-    (tmp_path / "run").rmdir()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            turns(recorder, 10)
-            assert not recording.flush()
-    assert not (tmp_path / "run").exists()
-    assert recording.lost == {"flush": 3}
-    assert len(caplog.records) == 1
-
-
-def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> None:
-    recorder = EventRecorder(0.0)
-    recording = RecordingWriter(tmp_path, recorder)
+    recording, path = files(tmp_path, recorder), tmp_path / "scheduler_timestamps"
     turns(recorder, 3)
-    assert recording.flush()
-    before = recording.path.read_bytes()
+    recording.save()
+    before = path.read_bytes()
     turns(recorder, 1_000)
-    with files_no_longer_than(2_000):
-        assert not recording.flush()
-    assert recording.path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [recording.path]
-    assert recording.flush()
-    meta = json.loads(recording.path.read_text())[META][0]
-    assert meta["lost"] == {"flush": 1}
+    with files_no_longer_than(2_000), caplog.at_level(logging.WARNING):
+        recording.save()
+    assert "was not written: " in caplog.text
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    recording.save()
+    assert len(json.loads(path.read_text())) > 1_000
 
 
 def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:
     recorder = EventRecorder(0.0)
-    turns(recorder, 3 * BATCH_EVENTS)
-    snapshot = {**recorder.snapshot(), "many": [{"n": n} for n in range(2 * BATCH_EVENTS + 1)], "none": []}
+    turns(recorder, 30)
+    snapshot = {**recorder.snapshot(), "many": [{"n": n} for n in range(201)], "none": []}
     written = list(pieces(snapshot))
     assert json.loads("".join(written)) == snapshot
-    assert max(text.count('"n"') for text in written) == BATCH_EVENTS
+    assert max(text.count('"n"') for text in written) == 1
 
 
 def test_a_signal_may_ask_for_a_file_at_any_moment(tmp_path: Path) -> None:
     recorder = EventRecorder(0.0, max_events=400)
-    recording = RecordingWriter(tmp_path, recorder)
-    seen = []
+    recording, path = files(tmp_path, recorder), tmp_path / "scheduler_timestamps"
+    seen: list[threading.Thread] = []
 
     def asked(signum: int, frame: object) -> None:  # noqa: ARG001
-        recording.flush()
-        seen.append(json.loads(recording.path.read_text()))
+        seen.append(recording.start_save())
 
     before = signal.signal(signal.SIGALRM, asked)
     try:
         while len(seen) < 20:
             signal.setitimer(signal.ITIMER_REAL, 0.003)  # once: it falls anywhere in what follows
             turns(recorder, 50)
-            recording.flush()
+            recording.save()
+            assert json.loads(path.read_text())[META][0]["format"] == FORMAT
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert all(snapshot[META][0]["format"] == FORMAT for snapshot in seen)
-    assert list(tmp_path.iterdir()) == [recording.path]
-    assert not recording.lost
+    for thread in seen:
+        thread.join()
+    assert json.loads(path.read_text())[META][0]["format"] == FORMAT
+    assert list(tmp_path.iterdir()) == [path]

@@ -16,7 +16,7 @@ from bench import Bench, prompt
 from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.vllm_plugin import assembly
+from continuum_lmcache.vllm_plugin import files
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -47,7 +47,7 @@ def test_what_was_learned_is_written_at_the_engines_end(bench: Bench, tmp_path: 
     bench.engine.advisor.gaps.observe(("bash",), 4.0)
     path, recording = tmp_path / "gaps.json", tmp_path / "run" / "scheduler_timestamps"
     assert not path.exists() and not recording.exists()
-    bench.scheduler._parts.close()
+    bench.parts.files.close()
     assert ToolDurations.loads(path.read_text()).exact(("bash",)).n == 1
     assert recording.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o600
 
@@ -57,15 +57,15 @@ def test_a_disk_that_hangs_keeps_neither_a_signal_nor_the_engines_end_waiting(
 ) -> None:
     hangs, goes_on, stopped = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: hangs.set() or goes_on.wait())
-    monkeypatch.setattr(assembly, "JOIN_S", 0.1)
-    parts = assembly.EngineParts(*[None] * 6, ToolDurations(), tmp_path / "gaps.json", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(files, "JOIN_S", 0.1)
+    saved = files.EngineFiles(ToolDurations(), tmp_path / "gaps.json")
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
-    assembly.save_on_signals(parts)
-    parts.start_save()
+    saved.save_on_signals()
+    saved.start_save()
     assert hangs.wait(30)
     signal.raise_signal(signal.SIGTERM)
     assert stopped.is_set(), "vLLM's own handler"
-    parts.close()
+    saved.close()
     goes_on.set()
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -77,10 +77,9 @@ def test_a_signal_has_the_files_written_by_another_thread(
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
     bench: Bench = request.getfixturevalue("bench")
     bench.turn("p", prompt(40))
-    room, threads = bench.scheduler._parts, []
-    flush = room.recording.flush
+    threads, write = [], files.write_whole
     monkeypatch.setattr(
-        room.recording, "flush", lambda: threads.append(threading.current_thread()) or flush()
+        files, "write_whole", lambda *args: threads.append(threading.current_thread()) or write(*args)
     )
     signal.raise_signal(signal.SIGUSR1)
     path = tmp_path / "run" / "scheduler_timestamps"

@@ -618,7 +618,7 @@ def test_nothing_is_held_of_a_run_that_nobody_records(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64))
     bench.turn("p", prompt(96), is_last_step=True)
-    assert list(bench.parts.recorder.snapshot()) == [META]
+    assert list(bench.parts.files.recorder.snapshot()) == [META]
 
 
 def test_preemption_and_resumption_are_recorded(make: Make, tmp_path: Path) -> None:
@@ -627,7 +627,7 @@ def test_preemption_and_resumption_are_recorded(make: Make, tmp_path: Path) -> N
     bench.step()
     bench.send("young", prompt(5 * BLOCK - 4, 2), out=30)
     bench.run_until_idle()
-    log = bench.parts.recorder.snapshot()["young"]
+    log = bench.parts.files.recorder.snapshot()["young"]
     names = [next(iter(event)) for event in log]
     assert "Request_evicted_from_running_queue_time" in names and "evicted_to_running" in names
 
@@ -638,7 +638,7 @@ def test_an_aborted_turn_is_recorded_as_gone(make: Make, tmp_path: Path) -> None
     bench.step()
     bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
-    assert "Request_departure_time" in next(iter(bench.parts.recorder.snapshot()["p"][-1:]))
+    assert "Request_departure_time" in next(iter(bench.parts.files.recorder.snapshot()["p"][-1:]))
 
 
 def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goes(make: Make) -> None:

@@ -17,7 +17,7 @@ from continuum_lmcache.tools.durations import (
     DurationsError,
     ToolDurations,
 )
-from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
+from continuum_lmcache.vllm_plugin.files import EngineFiles, load_durations
 
 PYTEST = ("pytest tests", "pytest", "bash")
 MAKE = ("make all", "make", "bash")
@@ -205,7 +205,7 @@ def test_gaps_survive_a_restart(tmp_path):
     path = tmp_path / "state" / "gaps.json"
     gaps = learned((PYTEST, [1.5, 2.5]))
     assert load_durations(path).dumps() == ToolDurations().dumps()
-    save_durations(path, gaps)
+    EngineFiles(gaps, path).save()
     assert load_durations(path).dumps() == gaps.dumps()
     assert [p.name for p in path.parent.iterdir()] == ["gaps.json"]
 

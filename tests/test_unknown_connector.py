@@ -82,6 +82,6 @@ def test_one_warning_says_so_at_the_start(
 
 
 def departures(bench: Bench) -> list[dict[str, Any]]:
-    events = [event for told in bench.parts.recorder.snapshot().values() for event in told]
+    events = [event for told in bench.parts.files.recorder.snapshot().values() for event in told]
     found = [event for event in events if "Request_departure_time" in event]
     return sorted(found, key=lambda event: event["Request_departure_time"])

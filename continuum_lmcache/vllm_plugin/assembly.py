@@ -1,16 +1,12 @@
-"""Builds one engine's parts, and has them read and write their files."""
+"""Builds one engine's parts."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
@@ -29,8 +25,13 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
-from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
+from continuum_lmcache.vllm_plugin.files import (
+    EngineFiles,
+    load_durations,
+    owns_process,
+    path_of_rank,
+    recording_path,
+)
 from continuum_lmcache.vllm_plugin.hooks.engine_args import TOOL_PARSER, read_profile
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
@@ -38,49 +39,20 @@ from continuum_lmcache.vllm_plugin.step_timer import StepTimer
 from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
 
 logger = init_logger("vllm.continuum_lmcache")
-JOIN_S = 5.0  # how long the engine's end waits for the disk
 
 
 @dataclass
 class EngineParts:
-    """One engine's parts, and the files that outlive it."""
+    """One engine's parts."""
 
     engine: Engine
     residency: ResidencyLookup
     blocks: GpuBlocks
     step_timer: StepTimer
     tool_calls: ToolCallReader
-    recorder: EventRecorder
-    durations: ToolDurations
-    durations_path: Path | None
-    recording: RecordingWriter | None
+    files: EngineFiles
     samples: MetricSamples = field(default_factory=MetricSamples)
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests, by name
-    _saving: threading.Lock = field(default_factory=threading.Lock)  # an older save must not end last
-
-    def save(self) -> None:
-        """Write the learned durations and the recording."""
-        with self._saving:
-            if self.recording is not None:
-                self.recording.flush()
-            if self.durations_path is not None:
-                try:
-                    save_durations(self.durations_path, self.durations)
-                except OSError as error:
-                    logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
-
-    def start_save(self) -> threading.Thread:
-        """Save in a thread: a disk that hangs must stop neither the engine nor a signal handler."""
-        thread = threading.Thread(target=self.save, name="continuum-files", daemon=True)
-        thread.start()
-        return thread
-
-    def close(self) -> None:
-        """The last save, at shutdown. It may take JOIN_S."""
-        last = self.start_save()
-        last.join(JOIN_S)
-        if last.is_alive():
-            logger.warning("files not saved within %g s; the disk does not answer", JOIN_S)
 
 
 def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
@@ -96,21 +68,18 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         residency.store.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
-    about = run_facts(scheduler, config) if folder else {}
-    recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
-    recording = RecordingWriter(Path(folder), recorder, rank) if folder else None
+    files = EngineFiles(advisor.gaps, durations_path)
+    if folder:
+        files.recording_path, about = recording_path(Path(folder), rank), run_facts(scheduler, config)
+        files.recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
+    if (folder or durations_path) and owns_process():
+        files.save_on_signals()
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     told = vars(scheduler.vllm_config.scheduler_config)
     tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))
-    pool = scheduler.kv_cache_manager.block_pool
-    engine = Engine(
-        advisor,
-        pool.num_gpu_blocks,
-        scheduler.block_size,
-        scheduler.hash_block_size,
-    )
+    blocks_in_all = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    engine = Engine(advisor, blocks_in_all, scheduler.block_size, scheduler.hash_block_size)
     blocks = GpuBlocks(scheduler.kv_cache_manager, scheduler.block_size)
-    step_timer = StepTimer(advisor.rates, residency)
     logger.info("KV below the GPU: %s", residency.mode)
     logger.info("tool calls are read by %s", tool_calls.source)
     if not residency.times_loads:
@@ -119,20 +88,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             type(scheduler.connector).__name__,
         )
     residency.store.set_load_selector(engine.load_policy.tokens_to_load)
-    parts = EngineParts(
-        engine,
-        residency,
-        blocks,
-        step_timer,
-        tool_calls,
-        recorder,
-        durations=advisor.gaps,
-        durations_path=durations_path,
-        recording=recording,
-    )
-    if (recording is not None or durations_path is not None) and owns_process():
-        save_on_signals(parts)
-    return parts
+    step_timer = StepTimer(advisor.rates, residency)
+    return EngineParts(engine, residency, blocks, step_timer, tool_calls, files)
 
 
 def run_facts(scheduler: Scheduler, config: ContinuumConfig) -> dict[str, str]:
@@ -180,34 +137,3 @@ def assumed(kv_bytes_per_token: int, on: VllmConfig) -> CostModel:
             sizes = (found.active_parameters, found.attended_values, kv_bytes_per_token)
             return assumed_costs(card, *sizes, on.parallel_config.tensor_parallel_size)
     return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
-
-
-def owns_process() -> bool:
-    """Whether this is an engine's own process; an application (in-process `LLM`) keeps its signals.
-
-    Read on vLLM 0.30 to 0.33: CoreEngineProcManager names them "EngineCore" or "EngineCore_DP<rank>".
-    """
-    named = multiprocessing.current_process().name.startswith("EngineCore")
-    return named and threading.current_thread() is threading.main_thread()
-
-
-def save_on_signals(parts: EngineParts) -> None:
-    """On SIGUSR1 the files are written. On SIGTERM too, while vLLM's own handler runs.
-
-    vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
-    """
-    signal.signal(signal.SIGUSR1, lambda *_: parts.start_save())
-    stock = signal.getsignal(signal.SIGTERM)
-    if not callable(stock):
-        return
-
-    def save_then_stop(number: int, frame: Any) -> None:
-        parts.start_save()
-        stock(number, frame)
-
-    signal.signal(signal.SIGTERM, save_then_stop)
-
-
-def path_of_rank(path: Path, rank: int) -> Path:
-    """The file of one data-parallel rank."""
-    return path.with_name(f"{path.name}_dp{rank}") if rank else path

@@ -251,7 +251,7 @@ class ContinuumMixin(Scheduler):
 
     def shutdown(self) -> None:
         self._events.release_all_pins(self.clock())
-        self._parts.close()
+        self._parts.files.close()
         super().shutdown()
 
     # order ------------------------------------------------------------------

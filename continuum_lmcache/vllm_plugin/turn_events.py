@@ -28,7 +28,7 @@ class TurnEvents:
         self._turns, self._programs, self._pins = engine.turns, engine.programs, engine.pins
         self._load_policy = engine.load_policy
         self.tool_calls, self._ignored, self._samples = parts.tool_calls, parts.ignored, parts.samples
-        self._recorder = parts.recorder if parts.recording is not None else None
+        self._recorder = parts.files.recorder
 
     def carry_out(self, events: Iterable[Event]) -> None:
         """Do what was decided, in its order. Metrics and recording get the same list."""

@@ -137,7 +137,7 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
         setup = replace(setup, continuum={**setup.continuum, "run_output_dir": folder})
         longest = max(p.context_tokens for p in load)
         scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
-        scheduler._parts.recorder.max_events = RECORDED_EVENTS
+        scheduler._parts.files.recorder.max_events = RECORDED_EVENTS
         until.callback(scheduler.shutdown)
         run = Soak(partial(Agents, load), setup, [scheduler], clock)
         run.run()

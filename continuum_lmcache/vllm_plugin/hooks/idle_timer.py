@@ -1,8 +1,8 @@
 """Wakes an idle engine when a pin expires, so that its memory is reported as free without polling.
 
 vLLM calls schedule() only while there is work. Seam, unchanged from vLLM 0.30 to 0.33:
-EngineCoreProc._process_input_queue, where an idle engine sleeps in input_queue.get() (a queue.Queue), and goes
-on to a step after queue.Empty.
+EngineCoreProc._process_input_queue, where an idle engine sleeps in input_queue.get() of a queue.Queue, and
+goes on to a step after queue.Empty.
 """
 
 from __future__ import annotations
