@@ -13,13 +13,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import typer
+from prometheus_client import Counter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.serve.gauges import TURNS, WAIT
-from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS
+from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS
 
 ROOT = Path(__file__).parents[1]
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
@@ -62,9 +63,10 @@ server. [docs/grafana/alerts.yaml](grafana/alerts.yaml) has rules for alerts.
 
 def metric_rows() -> list[tuple[str, str, str, str]]:
     """Every metric's name as Prometheus shows it, type, own labels, help."""
-    rows = [(f"continuum_{key}_total", "counter", label, text) for key, (text, label) in COUNTERS.items()]
-    rows += [(f"continuum_{key}", "gauge", label, text) for key, (text, label) in GAUGES.items()]
-    rows += [(f"continuum_{key}", "histogram", label, text) for key, (text, label, _) in HISTOGRAMS.items()]
+    rows = [
+        (f"continuum_{key}{'_total' * (m.kind is Counter)}", m.kind.__name__.lower(), m.label, m.text)
+        for key, m in METRICS.items()
+    ]
     rows += [(f"{TURNS[0]}_total", "counter", "why", TURNS[1]), (WAIT[0], "gauge", "", WAIT[1])]
     return sorted(rows)
 

@@ -6,16 +6,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from pathlib import Path
+
+from bench import Bench
 from prometheus_client import REGISTRY
 
-from continuum_lmcache.reload.cost_model import UNMEASURED
-from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import rate_totals
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.hooks.prometheus import observe
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 ENGINE = 97  # no other test uses it
+RATES = ("rate_", "tier_bytes_", "prefill_")
 
 
 def gauge(name: str, **labels: str) -> float:
@@ -24,20 +27,28 @@ def gauge(name: str, **labels: str) -> float:
     return value
 
 
-def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
-    rates = CalibratedCosts(UNMEASURED)
-    observe(rate_totals(rates), ENGINE)
+def show(bench: Bench) -> None:
+    """Have the engine's figures of rates on the metrics page."""
+    rates = {key: found for key, found in totals_of(bench.parts).items() if key.startswith(RATES)}
+    observe(rates, ENGINE)
+
+
+def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed(model: Path) -> None:
+    bench = Bench(ContinuumScheduler, model)
+    costs = bench.engine.advisor.rates.costs
+    show(bench)
     assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")] == [0] * 3
-    assert gauge("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
-    assert gauge("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
+    assert gauge("continuum_tier_bytes_per_second", tier="dram") == costs.dram.bytes_per_s
+    assert gauge("continuum_prefill_seconds_per_token") == costs.prefill.per_token_s
 
 
-def test_measurements_move_the_rates_and_their_samples_together() -> None:
-    rates = CalibratedCosts(UNMEASURED)
+def test_measurements_move_the_rates_and_their_samples_together(model: Path) -> None:
+    bench = Bench(ContinuumScheduler, model)
+    rates = bench.engine.advisor.rates
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, 1000, 10**9, 10.0))
     rates.observe_prefill(took_s=1.0, predicted_s=0.5)
-    observe(rate_totals(rates), ENGINE)
+    show(bench)
     samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")}
     assert samples == {"prefill": 1, "dram": 0, "ssd": 5}
     assert gauge("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)

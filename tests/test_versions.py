@@ -10,7 +10,9 @@ import typer
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin.hooks.engine_args import is_too_old, version_note
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.vllm_plugin.hooks import engine_args
+from continuum_lmcache.vllm_plugin.hooks.engine_args import check_version
 from experiments.trust import version_matrix
 from experiments.trust.packages import wanted
 from experiments.trust.version_matrix import (
@@ -26,25 +28,31 @@ from experiments.trust.version_matrix import (
 )
 
 
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings of a start."""
+    found: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
-def test_a_checked_version_says_nothing(found: str) -> None:
-    assert version_note(found) == ""
+def test_a_checked_version_says_nothing(found: str, said: list[str]) -> None:
+    check_version(found)
+    assert not said
 
 
-@pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.34.0", "0.3.0", "1.0.0"])
-def test_another_version_is_named_in_one_line_with_what_is_supported(found: str) -> None:
-    note = version_note(found)
+@pytest.mark.parametrize("found", ["0.34.0", "0.34.1rc1", "1.0.0", "0.100.dev5+g1234567"])
+def test_a_newer_version_is_named_in_one_line_with_what_is_supported(found: str, said: list[str]) -> None:
+    check_version(found)
+    [note] = said
     assert found in note and "0.30 to 0.33" in note and "\n" not in note
 
 
 @pytest.mark.parametrize("found", ["0.3.0", "0.26.0", "0.29.1+cpu"])
-def test_a_version_on_which_our_own_tests_fail_is_too_old_to_start(found: str) -> None:
-    assert is_too_old(found)
-
-
-@pytest.mark.parametrize("found", ["0.30.0", "0.32.0+cpu", "0.34.1rc1", "1.0.0", "0.100.dev5+g1234567"])
-def test_a_version_from_then_on_starts(found: str) -> None:
-    assert not is_too_old(found)
+def test_a_version_on_which_our_own_tests_fail_does_not_start(found: str) -> None:
+    with pytest.raises(ConfigError, match="0.30 to 0.33"):
+        check_version(found)
 
 
 def test_a_cuda_wheel_leaves_its_kernels_behind_and_a_cpu_wheel_keeps_them() -> None:

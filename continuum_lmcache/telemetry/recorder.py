@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.telemetry import events as event_types
+from continuum_lmcache.telemetry import events
 from continuum_lmcache.types import Retention, TurnId
 
 Event = dict[str, Any]
@@ -47,64 +47,50 @@ class EventRecorder:
     def __post_init__(self) -> None:
         self._missing = BoundedDict(self.max_events)
 
-    def record(self, event: event_types.Event) -> None:
+    def record(self, event: events.Event) -> None:
         """Record one event of events.py, under the public prototype's name for it. Some have none."""
-        write = RECORDED.get(type(event))
-        if write is not None:
-            write(self, event)
-
-    def _arrived(self, e: event_types.TurnArrived) -> None:
-        self._add(e, "Request_arrival_time", e.turn, prompt_length=e.prompt_tokens)
-
-    def _started(self, e: event_types.TurnStarted) -> None:
-        self._add(
-            e,
-            "evicted_to_running" if e.resumed else "waiting_to_running",
-            e.turn,
-            prompt_length=e.served.total_tokens,
-            hit_length=e.served.total_tokens - e.served.recompute_tokens,
-            gpu_tokens=e.served.gpu_tokens,
-            dram_tokens=e.served.dram_tokens,
-            ssd_tokens=e.served.ssd_tokens,
-            queue_delay_s=plain(e.queue_delay_s),
-            kv_evicted=e.evicted,
-        )
-
-    def _preempted(self, e: event_types.TurnPreempted) -> None:
-        self._add(e, "Request_evicted_from_running_queue_time", e.turn)
-
-    def _finished(self, e: event_types.TurnFinished) -> None:
-        """The policy's decision is recorded also if its TTL is 0."""
-        self._add(
-            e,
-            "Request_departure_time",
-            e.turn,
-            tool=[name[:MAX_NAME_CHARS] for name in e.tool],
-            context_tokens=e.context_tokens,
-            output_tokens=e.output_tokens,
-            first_token_s=e.first_token_s,
-            last=e.is_last,
-            retention=explained(e.retention) if e.retention else None,
-        )
-
-    def _lost(self, e: event_types.PrefixLost) -> None:
-        loss = e.loss
-        self._add(
-            e, "lost_time", e.turn, cause=loss.cause.value, at_token=loss.at_token, lost_tokens=loss.tokens
-        )
-
-    def _pinned(self, e: event_types.PinTaken) -> None:
-        deadline, ttl_s = plain(self._wall_s(e.pin.deadline_s)), plain(e.pin.retention.ttl_s)
-        self._add(e, "pinned_time", deadline=deadline, ttl_s=ttl_s, blocks=e.pin.blocks)
-
-    def _renewed(self, e: event_types.PinRenewed) -> None:
-        self._add(e, "renewed_time", deadline=plain(self._wall_s(e.deadline_s)))
-
-    def _unpinned(self, e: event_types.PinReleased) -> None:
-        self._add(e, "unpinned_time", outcome=e.why.value)
-
-    def _ended(self, e: event_types.ProgramEnded) -> None:
-        self._add(e, "ended_time")
+        match event:
+            case events.TurnArrived():
+                self._add(event, "Request_arrival_time", event.turn, prompt_length=event.prompt_tokens)
+            case events.TurnStarted(served=served):
+                self._add(
+                    event,
+                    "evicted_to_running" if event.resumed else "waiting_to_running",
+                    event.turn,
+                    prompt_length=served.total_tokens,
+                    hit_length=served.total_tokens - served.recompute_tokens,
+                    gpu_tokens=served.gpu_tokens,
+                    dram_tokens=served.dram_tokens,
+                    ssd_tokens=served.ssd_tokens,
+                    queue_delay_s=plain(event.queue_delay_s),
+                    kv_evicted=event.evicted,
+                )
+            case events.TurnPreempted():
+                self._add(event, "Request_evicted_from_running_queue_time", event.turn)
+            case events.TurnFinished(retention=keep):  # the decision is recorded also if its TTL is 0
+                self._add(
+                    event,
+                    "Request_departure_time",
+                    event.turn,
+                    tool=[name[:MAX_NAME_CHARS] for name in event.tool],
+                    context_tokens=event.context_tokens,
+                    output_tokens=event.output_tokens,
+                    first_token_s=event.first_token_s,
+                    last=event.is_last,
+                    retention={name: plain(getattr(keep, name)) for name in EXPLANATION} if keep else None,
+                )
+            case events.PrefixLost(loss=loss):
+                facts = {"cause": loss.cause.value, "at_token": loss.at_token, "lost_tokens": loss.tokens}
+                self._add(event, "lost_time", event.turn, **facts)
+            case events.PinTaken(pin=pin):
+                deadline, ttl_s = plain(self._wall_s(pin.deadline_s)), plain(pin.retention.ttl_s)
+                self._add(event, "pinned_time", deadline=deadline, ttl_s=ttl_s, blocks=pin.blocks)
+            case events.PinRenewed():
+                self._add(event, "renewed_time", deadline=plain(self._wall_s(event.deadline_s)))
+            case events.PinReleased():
+                self._add(event, "unpinned_time", outcome=event.why.value)
+            case events.ProgramEnded():
+                self._add(event, "ended_time")
 
     def snapshot(self) -> dict[str, list[Event]]:
         """All events, ready for JSON: {program: [event, ...]}, with META's entry first.
@@ -148,28 +134,10 @@ class EventRecorder:
         return round(now_s + self.epoch_s, 6)
 
 
-RECORDED: Mapping[type, Callable[[EventRecorder, Any], None]] = {
-    event_types.TurnArrived: EventRecorder._arrived,
-    event_types.TurnStarted: EventRecorder._started,
-    event_types.TurnPreempted: EventRecorder._preempted,
-    event_types.TurnFinished: EventRecorder._finished,
-    event_types.PinTaken: EventRecorder._pinned,
-    event_types.PinRenewed: EventRecorder._renewed,
-    event_types.PinReleased: EventRecorder._unpinned,
-    event_types.PrefixLost: EventRecorder._lost,
-    event_types.ProgramEnded: EventRecorder._ended,
-}
-
-
 def digest(text: str, salt: bytes = b"") -> str:
     """Sixteen hex digits, a hash of a text."""
     encoded = text.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates
     return blake2b(encoded, digest_size=8, key=salt).hexdigest()
-
-
-def explained(retention: Retention) -> Mapping[str, object]:
-    """A decision with all numbers that it depends on."""
-    return {name: plain(getattr(retention, name)) for name in EXPLANATION}
 
 
 def plain(value: object) -> object:

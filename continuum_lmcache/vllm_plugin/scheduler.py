@@ -59,6 +59,7 @@ class ContinuumMixin(Scheduler):
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
         self._turns, self._pins, advisor = self._engine.turns, self._engine.pins, self._engine.advisor
+        self._prompt_time = self._step_timer.prompt_time
         self._events = events = TurnEvents(parts)
         self._metrics_delta = MetricsDelta(parts)
         self._report_at_s = -math.inf
@@ -85,15 +86,12 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
-        is_queued, prompt_share = any(self._queues.values()), self._step_timer.prompt_share
+        is_queued, prompt_share = any(self._queues.values()), self._prompt_time.share
         self._events.step(now_s, bool(self.running), is_queued, prompt_share)
-        self._choose_chunk()
+        self._choose_chunk(prompt_share)
         self._reorder()
-        self._reclaimer.on_step_start()
-        try:
+        with self._reclaimer:
             return super().schedule(*args, **kwargs)
-        finally:
-            self._reclaimer.on_step_end()
 
     def _reorder(self) -> None:
         """Move turns whose place changed; the newest program's request becomes vLLM's victim."""
@@ -108,7 +106,7 @@ class ContinuumMixin(Scheduler):
             self.running.sort(key=lambda r: (decodes_first and r.is_prefill_chunk, self._running_rank(r)))
             self._running_changed = decodes_first  # a finished prompt returns to its place
 
-    def _choose_chunk(self) -> None:
+    def _choose_chunk(self, prompt_share: float) -> None:
         """Schedule decodes before prompts, else older programs' prompts take their share of the budget.
         Beside them as many prompt tokens as pay, by the times of earlier steps. vLLM's own budget while these
         take little of the time and no turn waits for memory: then first tokens matter more."""
@@ -116,7 +114,7 @@ class ContinuumMixin(Scheduler):
             return
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
         decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
-        is_busy = self._step_timer.prompt_share >= BUSY_SHARE or self._engine.is_memory_short
+        is_busy = prompt_share >= BUSY_SHARE or self._engine.is_memory_short
         if self._may_cut and not is_busy:
             self.max_num_scheduled_tokens = self._chunks.most_tokens
         elif self._may_cut:
@@ -140,7 +138,8 @@ class ContinuumMixin(Scheduler):
             self._running_changed = True
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
-        self._events.preempted(now_s, scheduler_output.preempted_req_ids or ())
+        if scheduler_output.preempted_req_ids:
+            self._events.preempted(now_s, scheduler_output.preempted_req_ids)
         if self._turns.preempted:
             self._events.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens

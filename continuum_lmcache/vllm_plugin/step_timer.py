@@ -45,11 +45,6 @@ class StepTimer:
         if turn.loaded_tokens and not self._times_loads:
             self._untimed.add(turn.id)
 
-    @property
-    def prompt_share(self) -> float:
-        """The share of the latest steps' time in which prompts were computed, 0 to 1."""
-        return self.prompt_time.share
-
     def on_schedule(
         self, now_s: float, output: SchedulerOutput, prompt_tokens: int, decoding_turns: int
     ) -> None:

@@ -1,8 +1,7 @@
 """Separates requests by their API keys: a keyed hash of the key goes to the engine, the key does not.
 
-Seam, unchanged from vLLM 0.30 to 0.33, run on 0.32: AuthenticationMiddleware.__call__, which vLLM puts
-in front of its endpoints only where keys are configured. An ASGI request has a task of its own, so a
-context variable reaches its `to_sampling_params` (request_fields.py).
+http_fields.py sets `owner` where keys are configured. An ASGI request has a task of its own, so a context
+variable reaches its `to_sampling_params` (request_fields.py).
 """
 
 from __future__ import annotations
@@ -12,28 +11,9 @@ import os
 import secrets
 from contextvars import ContextVar
 from hashlib import sha256
-from typing import Any
-
-from starlette.datastructures import Headers
-
-from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 SECRET = "_CONTINUUM_KEY_SECRET"  # not a setting: the first process makes it, its API servers inherit it
 owner: ContextVar[str] = ContextVar("continuum_owner", default="")
-
-
-def install() -> None:
-    """Wrap vLLM's authentication in this API server, once."""
-    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-
-    share_secret()
-    stock = AuthenticationMiddleware.__call__
-
-    @wrapping.hook(AuthenticationMiddleware)
-    def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
-        if scope["type"] in ("http", "websocket"):
-            owner.set(owner_of(Headers(scope=scope).get("Authorization", "")))
-        return stock(self, scope, receive, send)
 
 
 def share_secret() -> None:

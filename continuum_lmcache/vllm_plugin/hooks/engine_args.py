@@ -175,23 +175,16 @@ def adopt(config: VllmConfig) -> None:
     request_fields.install()
     prometheus.install()
     data_parallel.install(SCHEDULERS)
-    found = version("vllm")
-    refuse(is_too_old(found), f"on vLLM {found} requests whose loads fail may wait for ever; {SUPPORTED}")
-    if note := version_note(found):
-        logger.warning(note)
+    check_version(version("vllm"))
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
 
 
-def version_note(found: str) -> str:
-    """One line about an unchecked vLLM, else ''."""
-    if found.startswith(CHECKED_VERSIONS):
-        return ""
-    return f"vLLM {found} was not checked; {SUPPORTED}"
-
-
-def is_too_old(found: str) -> bool:
-    """Whether our own tests fail on this vLLM (docs/versions.md)."""
-    return tuple(int(part) for part in found.split(".")[:2]) < OLDEST
+def check_version(found: str) -> None:
+    """Refuse a vLLM on which our own tests fail (docs/versions.md); warn of one that was not checked."""
+    is_old = tuple(map(int, found.split(".")[:2])) < OLDEST
+    refuse(is_old, f"on vLLM {found} requests whose loads fail may wait for ever; {SUPPORTED}")
+    if not found.startswith(CHECKED_VERSIONS):
+        logger.warning("vLLM %s was not checked; %s", found, SUPPORTED)
 
 
 def load_settings(config: VllmConfig) -> ContinuumConfig:

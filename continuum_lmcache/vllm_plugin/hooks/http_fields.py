@@ -1,8 +1,9 @@
-"""The parts of an HTTP request that `to_sampling_params` does not get: some headers, and Anthropic's fields.
-Adds headers about the turn to the response.
+"""The parts of an HTTP request that `to_sampling_params` does not get: some headers, the owner of the API key,
+and Anthropic's fields. Adds headers about the turn to the response.
 
-Seam: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app in all versions. An ASGI request has a
-task of its own, so a context variable set there reaches its callees, and no other request.
+Seams, unchanged from vLLM 0.30 to 0.33: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app, and
+its user_middleware, which has vLLM's AuthenticationMiddleware only where keys are configured. An ASGI request
+has a task of its own, so a context variable set there reaches its callees, and no other request.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 
 from continuum_lmcache.programs.session_fields import HEADERS
-from continuum_lmcache.vllm_plugin.hooks import wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
 response_headers: ContextVar[dict[str, str] | None] = ContextVar("continuum_response_headers", default=None)
@@ -23,13 +25,20 @@ body: ContextVar[Mapping[str, Any]] = ContextVar("continuum_body", default={})  
 
 def install() -> None:
     """Wrap the application of this API server, once."""
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    api_keys.share_secret()
     stock = Starlette.__call__
 
     @wrapping.hook(Starlette)
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
+        if scope["type"] in ("http", "websocket"):
+            sent = Headers(scope=scope)
+            headers.set({name: sent[name].strip() for name in HEADERS if name in sent})
+            if any(each.cls is AuthenticationMiddleware for each in self.user_middleware):
+                api_keys.owner.set(api_keys.owner_of(sent.get("authorization", "")))
         if scope["type"] != "http":
             return await stock(self, scope, receive, send)
-        headers.set(program_headers(scope["headers"]))
         added: dict[str, str] = {}
         response_headers.set(added)  # the endpoint fills it, perhaps from another task
 
@@ -47,13 +56,3 @@ def add_response_header(name: str, value: str) -> None:
     added = response_headers.get()
     if added is not None and value.isascii() and value.isprintable():
         added[name] = value
-
-
-def program_headers(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The headers that may name a request's program, the first of each name: no credentials."""
-    found: dict[str, str] = {}
-    for name, value in raw:
-        text = name.decode("latin-1").lower()
-        if text in HEADERS:
-            found.setdefault(text, value.decode("latin-1").strip())
-    return found

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from prometheus_client import Counter
+
 from continuum_lmcache.programs.program import Stage
-from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
-from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, MetricsPayload
+from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS, MetricsPayload
 
 Totals = dict[str, dict[str, float]]  # by metric (prometheus.py), then by its label
-# reading an enum's value takes longer than a dict lookup
-OUTCOMES = {outcome: outcome.value for outcome in PinEnd}
 REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
@@ -27,31 +26,23 @@ class MetricsDelta:
 
     def delta(self) -> MetricsPayload:
         """The changes since the last call."""
-        now, before = totals_of(self._parts), self._before
-        changed: MetricsPayload = {}
+        now, changed = totals_of(self._parts), MetricsPayload()
         for key, figures in now.items():
-            old = before.get(key, {})
-            if figures == old:  # of some thirty metrics few change in a step, and this runs in each
-                continue
-            is_count = key in COUNTERS
-            moved = {
-                label: v - old.get(label, 0.0) if is_count else v
-                for label, v in figures.items()
-                if v != old.get(label)
-            }
+            old, is_count = self._before.get(key, {}), METRICS[key].kind is Counter
+            moved = {label: v for label, v in figures.items() if v != old.get(label)}
             if moved:
-                changed[key] = moved
+                changed[key] = {n: v - old.get(n, 0.0) for n, v in moved.items()} if is_count else moved
         self._before = now
-        return {**changed, **self._samples.take_samples()}
+        return changed | self._samples.take_samples()
 
 
 def totals_of(parts: EngineParts) -> Totals:
     """All figures of the engine now."""
     engine, residency, samples = parts.engine, parts.residency, parts.samples
     pins, programs, advisor = engine.pins, engine.programs, engine.advisor
-    ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
+    rates, costs = advisor.rates, advisor.rates.costs
     return {
-        "pins": {"taken": pins.taken, **ends},
+        "pins": {"taken": pins.taken, **{outcome.value: pins.outcomes[outcome] for outcome in PinEnd}},
         "pins_refused": REFUSALS | pins.refused,
         "ttl_decisions": dict(samples.decisions),
         "ignored_fields": dict(parts.ignored),
@@ -64,7 +55,11 @@ def totals_of(parts: EngineParts) -> Totals:
         "tier_capacity_tokens": {t.value: n for t, n in residency.store.capacity_tokens().items()},
         "prompt_tokens": dict(residency.prompt_tokens),
         "returned_context_tokens": dict(residency.returned_tokens),
-        **rate_totals(advisor.rates),
+        "rate_samples": {name: float(n) for name, n in rates.samples.items()},
+        "tier_bytes_per_second": {"dram": costs.dram.bytes_per_s, "ssd": costs.ssd.bytes_per_s},
+        "prefill_fixed_seconds": {"": costs.prefill.fixed_s},
+        "prefill_seconds_per_token": {"": costs.prefill.per_token_s},
+        "prefill_seconds_per_token_pair": {"": costs.prefill.per_pair_s},
         "eviction_delay_seconds": {"": advisor.queue_delay_s},
         "programs_held": {"": programs.in_stage[Stage.IN_LINE]},
         "longest_wait_seconds": {"": engine.admission.longest_wait_s},
@@ -72,17 +67,4 @@ def totals_of(parts: EngineParts) -> Totals:
         "gpu_capacity_tokens": {"": engine.kv_tokens},
         "lost_returns": dict(samples.lost_returns),
         "lost_tokens": dict(samples.lost_tokens),
-    }
-
-
-def rate_totals(rates: CalibratedCosts) -> Totals:
-    """Every rate in use, and its number of measurements."""
-    costs = rates.costs
-    curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
-    return {
-        "rate_samples": {name: float(n) for name, n in rates.samples.items()},
-        "tier_bytes_per_second": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
-        "prefill_fixed_seconds": {"": curve.fixed_s},
-        "prefill_seconds_per_token": {"": curve.per_token_s},
-        "prefill_seconds_per_token_pair": {"": curve.per_pair_s},
     }

@@ -8,9 +8,9 @@ has the changes since the last one (metrics_delta.py), so the counts of several 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.stats import SchedulerStats
@@ -24,54 +24,60 @@ TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 30
 GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-# by the name without "continuum_", which is the report's key: help, label ("": none)
-COUNTERS = {
-    "pins": ("Pins by outcome; `taken` counts all", "outcome"),
-    "pins_refused": ("Pins refused by a limit", "reason"),
-    "prompt_tokens": ("Prompt tokens by the source of their KV", "tier"),
-    "returned_context_tokens": ("Context tokens of returning programs by where their KV was found", "tier"),
-    "ttl_decisions": ("Finished turns by the reason of their TTL", "reason"),
-    "ignored_fields": ("Requests with a field that was ignored, by field", "field"),
-    "lost_returns": (
-        "Returns that found less than the last turn left, by cause and the third where that begins",
-        "cause",
-    ),
-    "lost_tokens": ("Tokens that these returns compute again, at most", "cause"),
-    "load_decisions": (
-        "Turns for which a tier had KV, by what was decided when they got their blocks",
-        "decision",
-    ),
-}
+
+class Metric(NamedTuple):
+    """One metric, by its name without "continuum_", which is the report's key."""
+
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    text: str
+    label: str = ""  # beside the engine; "": none
+    more: Mapping[str, Any] = {}
+
+
+def histogram(text: str, buckets_s: tuple[float, ...], label: str = "") -> Metric:
+    """With the upper bounds of its buckets."""
+    return Metric(Histogram, text, label, {"buckets": buckets_s})
+
+
+gauge = partial(Metric, Gauge, more={"multiprocess_mode": "mostrecent"})
+counter = partial(Metric, Counter)
 PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
-GAUGES = {
-    "pinned_blocks": ("GPU KV blocks held by pins", ""),
-    "programs": ("Programs known to the scheduler", ""),
-    "tier_store_up": ("1 while the store of the tiers answers, else 0", ""),
-    "tier_store_info": ("Always 1; its label names the store of the tiers", "mode"),
-    "rate_samples": ("Number of measurements of a rate; 0: it is assumed", "rate"),
-    "tier_bytes_per_second": ("Rate at which a tier is read, as used in decisions", "tier"),
-    "prefill_fixed_seconds": ("Prefill curve: the fixed part of a prefill", ""),
-    "prefill_seconds_per_token": ("Prefill curve: seconds per new token", ""),
-    "prefill_seconds_per_token_pair": (PAIR, ""),
-    "tier_capacity_tokens": ("Tokens that a tier holds before it evicts", "tier"),
-    "eviction_delay_seconds": ("T of eq. 2: mean queueing delay of turns whose KV was evicted", ""),
-    "policy_info": ("Always 1; its label is the policy in use", "policy"),
-    "working_set_tokens": ("Sum of the contexts of all programs that are expected to continue", ""),
-    "gpu_capacity_tokens": ("Capacity of the GPU's KV cache in tokens", ""),
-    "programs_held": ("Programs that wait in admission's line for a place", ""),
-    "longest_wait_seconds": (
-        "How long a program that comes now waits for a place at most, beside the turns under way",
-        "",
+LONGEST = "How long a program that comes now waits for a place at most, beside the turns under way"
+LOST = "Returns that found less than the last turn left, by cause and the third where that begins"
+DELAY = "Queueing delay of programs' turns, by whether the GPU had lost their context"
+METRICS = {
+    "pins": counter("Pins by outcome; `taken` counts all", "outcome"),
+    "pins_refused": counter("Pins refused by a limit", "reason"),
+    "prompt_tokens": counter("Prompt tokens by the source of their KV", "tier"),
+    "returned_context_tokens": counter(
+        "Context tokens of returning programs by where their KV was found", "tier"
     ),
-}
-HISTOGRAMS = {  # and upper bounds of the buckets, seconds
-    "ttl_seconds": ("TTL of finished turns", "", TTL_BUCKETS_S),
-    "tool_gap_seconds": ("Time from a turn's end to the program's next turn", "", GAP_BUCKETS_S),
-    "queue_delay_seconds": (
-        "Queueing delay of programs' turns, by whether the GPU had lost their context",
-        "context",
-        DELAY_BUCKETS_S,
+    "ttl_decisions": counter("Finished turns by the reason of their TTL", "reason"),
+    "ignored_fields": counter("Requests with a field that was ignored, by field", "field"),
+    "lost_returns": counter(LOST, "cause"),
+    "lost_tokens": counter("Tokens that these returns compute again, at most", "cause"),
+    "load_decisions": counter(
+        "Turns for which a tier had KV, by what was decided when they got their blocks", "decision"
     ),
+    "pinned_blocks": gauge("GPU KV blocks held by pins"),
+    "programs": gauge("Programs known to the scheduler"),
+    "tier_store_up": gauge("1 while the store of the tiers answers, else 0"),
+    "tier_store_info": gauge("Always 1; its label names the store of the tiers", "mode"),
+    "rate_samples": gauge("Number of measurements of a rate; 0: it is assumed", "rate"),
+    "tier_bytes_per_second": gauge("Rate at which a tier is read, as used in decisions", "tier"),
+    "prefill_fixed_seconds": gauge("Prefill curve: the fixed part of a prefill"),
+    "prefill_seconds_per_token": gauge("Prefill curve: seconds per new token"),
+    "prefill_seconds_per_token_pair": gauge(PAIR),
+    "tier_capacity_tokens": gauge("Tokens that a tier holds before it evicts", "tier"),
+    "eviction_delay_seconds": gauge("T of eq. 2: mean queueing delay of turns whose KV was evicted"),
+    "policy_info": gauge("Always 1; its label is the policy in use", "policy"),
+    "working_set_tokens": gauge("Sum of the contexts of all programs that are expected to continue"),
+    "gpu_capacity_tokens": gauge("Capacity of the GPU's KV cache in tokens"),
+    "programs_held": gauge("Programs that wait in admission's line for a place"),
+    "longest_wait_seconds": gauge(LONGEST),
+    "ttl_seconds": histogram("TTL of finished turns", TTL_BUCKETS_S),
+    "tool_gap_seconds": histogram("Time from a turn's end to the program's next turn", GAP_BUCKETS_S),
+    "queue_delay_seconds": histogram(DELAY, DELAY_BUCKETS_S, "context"),
 }
 
 
@@ -96,38 +102,24 @@ def observe(payload: MetricsPayload, engine: int) -> None:
     for key, by_label in payload.items():
         for label, reported in by_label.items():
             update = updater(key, label, engine)
-            for value in reported if key in HISTOGRAMS else (reported,):
+            for value in reported if METRICS[key].kind is Histogram else (reported,):
                 update(value)
 
 
-@functools.cache  # prometheus_client looks labels up under a lock
+@cache  # prometheus_client looks labels up under a lock
 def updater(key: str, label: str, engine: int) -> Callable[[float], None]:
     """The function that updates one metric of one engine by a value."""
-    metric = metrics()[key].labels(*([label] if label else []), str(engine))
+    metric = metric_of(key).labels(*([label] if label else []), str(engine))
     if isinstance(metric, Counter):
         return metric.inc
     return metric.set if isinstance(metric, Gauge) else metric.observe
 
 
-@functools.cache  # Prometheus refuses a name twice
-def metrics() -> dict[str, Counter | Gauge | Histogram]:
-    """This process's metrics, by key."""
-    return {
-        **{key: Counter(*metric_spec(key, *spec)) for key, spec in COUNTERS.items()},
-        **{
-            key: Gauge(*metric_spec(key, *spec), multiprocess_mode="mostrecent")
-            for key, spec in GAUGES.items()
-        },
-        **{
-            key: Histogram(*metric_spec(key, text, label), buckets=buckets)
-            for key, (text, label, buckets) in HISTOGRAMS.items()
-        },
-    }
-
-
-def metric_spec(key: str, text: str, label: str) -> tuple[str, str, list[str]]:
-    """Name, help and labels in the order of prometheus_client."""
-    return f"continuum_{key}", text, [*([label] if label else []), "engine"]
+@cache  # Prometheus refuses a name twice
+def metric_of(key: str) -> Counter | Gauge | Histogram:
+    """This process's metric of that key."""
+    kind, text, label, more = METRICS[key]
+    return kind(f"continuum_{key}", text, [*([label] if label else []), "engine"], **more)
 
 
 def install() -> None:

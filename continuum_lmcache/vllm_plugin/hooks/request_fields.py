@@ -38,7 +38,6 @@ responses: BoundedDict[str, str] = BoundedDict(MAX_RESPONSES)
 
 def install() -> None:
     """Wrap the request classes of this process, once. Only API servers need it."""
-    api_keys.install()
     http_fields.install()
     for module, name in OPENAI.items():
         add_identity(getattr(import_module(module), name))

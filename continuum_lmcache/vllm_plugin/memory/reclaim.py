@@ -30,7 +30,7 @@ Allocate = Callable[..., KVCacheBlocks | None]
 
 
 class PinReclaimer:
-    """Replaces kv_cache_manager.allocate_slots while schedule() runs, with the same signature.
+    """Replaces kv_cache_manager.allocate_slots while schedule() runs in it, with the same signature.
 
     Between two steps the attribute is as other code left it. Read on vLLM
     0.32: schedule() looks the method up at each call, for the running requests first, and peeks into a
@@ -56,7 +56,7 @@ class PinReclaimer:
         self._keeps_all_tokens = any(isinstance(m, FullAttentionManager) for m in managers)
         self._in_step = False
 
-    def on_step_start(self) -> None:
+    def __enter__(self) -> None:
         """Leave vLLM's own method in place for running requests where memory cannot run short in this step.
 
         vLLM calls it for each of them, so a wrapper would cost time for each of them.
@@ -79,7 +79,7 @@ class PinReclaimer:
             return False
         return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
 
-    def on_step_end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore vLLM's own method."""
         self._in_step = False
         self._replace_allocate_slots(self._stock)
@@ -169,9 +169,9 @@ class PinReclaimer:
     def _memory_will_be_freed(self) -> bool:
         """Whether a KV load is in flight, or a connector still uses a finished request's blocks."""
         scheduler = self._scheduler
-        loads = {RequestStatus.WAITING_FOR_REMOTE_KVS}
+        arrived = scheduler.finished_recving_kv_req_ids
         return any(
-            (r.status in loads and r.request_id not in scheduler.finished_recving_kv_req_ids)
+            (r.status == RequestStatus.WAITING_FOR_REMOTE_KVS and r.request_id not in arrived)
             or r.is_finished()
             for r in scheduler.requests.values()
         )
