@@ -1,4 +1,4 @@
-"""The parts of an HTTP request that `to_sampling_params` does not get: some headers, the owner of the API key,
+"""What `to_sampling_params` does not get of an HTTP request: some headers, the owner of the API key,
 and Anthropic's fields. Adds headers about the turn to the response.
 
 Seams, unchanged from vLLM 0.30 to 0.33: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app, and
