@@ -61,7 +61,7 @@ class ContinuumMixin(Scheduler):
         self._turns, self._pins, advisor = self._engine.turns, self._engine.pins, self._engine.advisor
         self._prompt_time = self._step_timer.prompt_time
         self._events = events = TurnEvents(parts)
-        self._metrics_delta = MetricsDelta(parts)
+        self._metrics_delta, self._files = MetricsDelta(parts), parts.files
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.features.measured_chunk
@@ -250,7 +250,7 @@ class ContinuumMixin(Scheduler):
 
     def shutdown(self) -> None:
         self._events.release_all_pins(self.clock())
-        self._parts.files.close()
+        self._files.close()
         super().shutdown()
 
     # order ------------------------------------------------------------------

@@ -17,8 +17,8 @@ from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.homes import digest, hashed_replica
-from continuum_lmcache.programs.identity import ProgramFields, program_id, tenant_of
-from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
+from continuum_lmcache.programs.identity import program_id, tenant_of
+from continuum_lmcache.types import MOST_PROGRAMS
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
 
@@ -36,33 +36,20 @@ def install(schedulers: str) -> None:
         if not str(self.vllm_config.scheduler_config.scheduler_cls).startswith(schedulers):
             return stock(self, request)
         fields, _ = identity(request)
-        program = program_of(fields, request)
-        if program is None or request.request_id in self.reqs_in_flight:
+        if fields.job_id is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
-        if not hasattr(self, TABLE):
-            setattr(self, TABLE, BoundedDict(MOST_PROGRAMS))
-        homes: BoundedDict[bytes, int] = getattr(self, TABLE)
+        program = program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
+        homes: BoundedDict[bytes, int] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
         name = digest(program, api_keys.secret())  # the table has no name that a client chose
         if request.data_parallel_rank is None:
             ranks, home = len(self.core_engines), homes.get(name)
-            request.data_parallel_rank = rank_of(program, home, ranks, self.client_count)
+            if self.client_count > 1:
+                home = hashed_replica(program, range(ranks), api_keys.secret())
+            if home is not None and home < ranks:  # else it is gone: vLLM can scale down
+                request.data_parallel_rank = home
         engine = stock(self, request)
         if fields.is_last_step:
             homes.pop(name, None)
         else:
             homes[name] = self.core_engines.index(engine)
         return engine
-
-
-def program_of(fields: ProgramFields, request: Any) -> ProgramId | None:
-    """The request's program, with the engine's name for it."""
-    if fields.job_id is None:
-        return None
-    return program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
-
-
-def rank_of(program: ProgramId, home: int | None, ranks: int, api_servers: int) -> int | None:
-    """The turn's rank; None: vLLM's choice. A home that is gone (vLLM can scale down) does not count."""
-    if api_servers > 1:
-        return hashed_replica(program, range(ranks), api_keys.secret())
-    return home if home is not None and home < ranks else None
