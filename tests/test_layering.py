@@ -164,11 +164,9 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
     ours = {
         "_reorder",
         "_choose_chunk",
-        "_may_cut_anywhere",
         "idle_s",
         "on_new_weights",
         "next_due_s",
-        "_running_rank",
         "_decoding",
     }
     assert defined - ours == {

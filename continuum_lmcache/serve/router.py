@@ -81,7 +81,8 @@ class ProgramRouter(ConsistentHashRouter):
             return await self._of_rank(pending_request, turn.rank)
         if not turn.is_turn:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        home = self._home(turn)
+        home = self._homes.get(turn.program)
+        home = home if home in self._by_name else None
         if is_retry:
             await self._backoff(FULL_BACKOFF)
         chosen = await self._ask_state(pending_request, turn, home)
@@ -94,11 +95,6 @@ class ProgramRouter(ConsistentHashRouter):
         elif turn.program:
             self._homes[turn.program] = chosen.replica_id.unique_id
         return chosen
-
-    def _home(self, turn: TurnName) -> str | None:
-        """Where this router last sent the turn's program, if that replica is there."""
-        home = self._homes.get(turn.program)
-        return home if home in self._by_name else None
 
     async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
         """The requested replica; if none has this rank, any: its answer names it."""

@@ -15,7 +15,6 @@ scheduler_config.long_prefill_token_threshold.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,10 +30,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
-from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
+from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
@@ -53,9 +53,7 @@ class ContinuumMixin(Scheduler):
         super().__init__(*args, **kwargs)
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
-        transfer = self.vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config if transfer is not None else {}
-        config = ContinuumConfig.load(extra, os.environ)
+        config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
         self._turns, self._pins, advisor = self._engine.turns, self._engine.pins, self._engine.advisor
@@ -65,10 +63,12 @@ class ContinuumMixin(Scheduler):
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.features.measured_chunk
-        self._may_cut = self._may_cut_anywhere()
-        if self._decodes_first and self._may_cut and not self.scheduler_config.long_prefill_token_threshold:
-            half = self.max_num_scheduled_tokens // 2  # a short prompt runs beside a long one
-            self.scheduler_config.long_prefill_token_threshold = half
+        stock = self.scheduler_config  # a prompt in one piece never fits a small budget
+        in_parts = stock.enable_chunked_prefill and not stock.disable_chunked_mm_input
+        self._may_cut = bool(in_parts and not self.need_mamba_block_aligned_split)
+        if self._decodes_first and self._may_cut and not stock.long_prefill_token_threshold:
+            # a short prompt runs beside a long one
+            stock.long_prefill_token_threshold = self.max_num_scheduled_tokens // 2
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
         self._running_changed = False
@@ -103,7 +103,10 @@ class ContinuumMixin(Scheduler):
         self._turns.to_rekey.clear()
         decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # no victims then
         if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
-            self.running.sort(key=lambda r: (decodes_first and r.is_prefill_chunk, self._running_rank(r)))
+            turns: Mapping[str, Turn] = self._turns
+            self.running.sort(
+                key=lambda r: (decodes_first and r.is_prefill_chunk, turns[r.request_id].running_rank)
+            )
             self._running_changed = decodes_first  # a finished prompt returns to its place
 
     def _choose_chunk(self, prompt_share: float) -> None:
@@ -121,15 +124,6 @@ class ContinuumMixin(Scheduler):
             waiting = sum(map(len, self._queues.values())) - self.num_waiting_for_streaming_input
             turns = (decoding, len(self.running), waiting, 1 + self.num_spec_tokens)
             self.max_num_scheduled_tokens = self._chunks.budget_tokens(*turns)
-
-    def _may_cut_anywhere(self) -> bool:
-        """Whether vLLM may schedule any part of a prompt: a prompt in one piece never fits a small budget."""
-        config = self.scheduler_config
-        return bool(
-            config.enable_chunked_prefill
-            and not config.disable_chunked_mm_input
-            and not self.need_mamba_block_aligned_split
-        )
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
@@ -254,9 +248,6 @@ class ContinuumMixin(Scheduler):
         super().shutdown()
 
     # order ------------------------------------------------------------------
-
-    def _running_rank(self, request: Request) -> tuple[bool, int, float, float]:
-        return self._turns[TurnId(request.request_id)].running_rank
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """vLLM up to 0.30 calls this, and would let a skipped newer program pass an older one."""

@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.errors import ConfigError
 
-CHECKED_VERSIONS = ("0.32.",)
+CHECKED_VERSION = "0.32"
 
 
 class Prompt(Protocol):
@@ -109,9 +109,8 @@ async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[Watche
 
 def refuse_unchecked(found: str) -> None:
     """Raise ConfigError unless this file was run with this vLLM's internals."""
-    if not found.startswith(CHECKED_VERSIONS):
-        checked = ", ".join(each.rstrip(".") for each in CHECKED_VERSIONS)
-        raise ConfigError(f"vLLM {found}: a replica under Ray Serve needs {checked}")
+    if not found.startswith(f"{CHECKED_VERSION}."):
+        raise ConfigError(f"vLLM {found}: a replica under Ray Serve needs {CHECKED_VERSION}")
 
 
 def parsed(words: list[str]) -> Namespace:

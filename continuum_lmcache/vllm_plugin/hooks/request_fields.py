@@ -63,8 +63,6 @@ def add_identity(request: Any) -> None:
         found = program_values(sent({**own, **http_fields.body.get()}, self.vllm_xargs))
         params = stock(self, *args, **kwargs)
         extra = {k: v for k, v in (params.extra_args or {}).items() if k not in SERVER_FIELDS} | found
-        if owner := api_keys.owner.get():
-            extra[OWNER_FIELD] = owner
         if "tools" in type(self).model_fields and (tools := self.tools):  # else vLLM has not checked them
             extra[TOOLS_FIELD] = digest(str([tool_name(tool) for tool in tools]))
         params.extra_args = extra or None
