@@ -77,8 +77,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     told = vars(scheduler.vllm_config.scheduler_config)
     tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))
-    blocks_in_all = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
-    engine = Engine(advisor, blocks_in_all, scheduler.block_size, scheduler.hash_block_size)
+    pool = scheduler.kv_cache_manager.block_pool
+    engine = Engine(advisor, pool.num_gpu_blocks, scheduler.block_size, scheduler.hash_block_size)
     blocks = GpuBlocks(scheduler.kv_cache_manager, scheduler.block_size)
     logger.info("KV below the GPU: %s", residency.mode)
     logger.info("tool calls are read by %s", tool_calls.source)
