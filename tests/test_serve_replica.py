@@ -41,7 +41,6 @@ class ReportingReplica:
     async def _call(
         self,
         method: str,
-        _properties: object,
         report: ReplicaReport,
         programs: list[KnownProgram],
         is_complete: bool,
@@ -81,7 +80,7 @@ def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
     for number, request_id in enumerate(("resp_0a1b", "resp_0a1c_1", "cmpl-0a1d")):
         prompt = TurnPrompt(programs, KEY, TurnId(f"t{number}"), TurnName(f"p{number}", turns=number))
         prompt.on_start(SimpleNamespace(extra_args=None), 90, request_id)
-    found = {known.program: known.turns for known in programs.known(0.0)}
+    found = {known.program: known.turns for known in programs.report(0.0, is_complete=True)}
     answers = {hidden("resp_0a1b", KEY): 0, hidden("resp_0a1c", KEY): 1}
     assert found == {"p0": 0, "p1": 1, "p2": 2} | answers
 

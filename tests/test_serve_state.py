@@ -36,10 +36,10 @@ class Host:
     async def hears(self, *names: str, is_complete: bool = True, **figures: Any) -> None:
         for name in names or self.replicas:
             programs, now_s = self.programs[name], asyncio.get_running_loop().time()
-            known = programs.known(now_s) if is_complete else programs.changes(now_s)
-            report = ReplicaReport(ReplicaId(name), 0.0, **figures)
             about = {"rank": list(self.programs).index(name)}
-            assert await self.state.take_report(about, report, known, is_complete) == self.state.name
+            report = ReplicaReport(ReplicaId(name), 0.0, about=about, **figures)
+            known = programs.report(now_s, is_complete)
+            assert await self.state.take_report(report, known, is_complete) == self.state.name
 
     async def sends(self, program: str, **named: Any) -> Route:
         route = await self.state.place_turn(TurnName(program, **named), tuple(self.replicas))
@@ -134,10 +134,10 @@ def test_a_turn_counts_once_however_many_prompts_it_brought() -> None:
     for tokens in (30, 40):
         programs.on_start(0.0, TurnId("t"), ProgramId("p"), 3, 7.0, tokens)
     programs.on_stop(TurnId("t"), 50, is_last=False)
-    assert programs.changes(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, live=1)] and not told
+    assert programs.report(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, live=1)] and not told
     programs.on_stop(TurnId("t"), 80, is_last=False)
-    assert programs.changes(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0)] and len(told) == 1
-    assert programs.changes(3.0) == [] and len(programs.known(3.0)) == 1
+    assert programs.report(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0)] and len(told) == 1
+    assert programs.report(3.0) == [] and len(programs.report(3.0, is_complete=True)) == 1
 
 
 def test_a_program_that_comes_back_has_the_turns_that_it_finished_elsewhere() -> None:
@@ -145,7 +145,7 @@ def test_a_program_that_comes_back_has_the_turns_that_it_finished_elsewhere() ->
     for number, turns in enumerate((0, 6)):
         programs.on_start(0.0, TurnId(f"t{number}"), ProgramId("p"), turns, 0.0)
         programs.on_stop(TurnId(f"t{number}"), 10, is_last=False)
-    assert [known.turns for known in programs.known(1.0)] == [7]
+    assert [known.turns for known in programs.report(1.0, is_complete=True)] == [7]
 
 
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
@@ -153,11 +153,13 @@ def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() 
     for name in ("p", "q", "r"):
         programs.on_start(0.0, TurnId(name), ProgramId(name))
         programs.on_stop(TurnId(name), 10, is_last=name == "r")
-    found = {known.program: known.is_over for known in programs.changes(1.0)}
+    found = {known.program: known.is_over for known in programs.report(1.0)}
     assert found == {"q": False, "r": True} and len(programs) == 1
     programs.on_start(2.0, TurnId("gone"), ProgramId("q"))
     programs.on_stop(TurnId("gone"), 0, is_last=False)  # it came to nothing
-    assert [(k.program, k.turns, k.context_tokens) for k in programs.known(3.0)] == [("q", 1, 10)]
+    assert [(k.program, k.turns, k.context_tokens) for k in programs.report(3.0, is_complete=True)] == [
+        ("q", 1, 10)
+    ]
 
 
 def test_a_later_turn_waits_for_the_prompts_before_it_or_as_long_as_one_has_waited() -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
@@ -53,6 +53,7 @@ class ReplicaReport:
     requests: int = 0  # waiting and running ones
     wait_s: float = 0.0  # before a later turn's prompt would be computed there
     prefill: PrefillCurve = UNMEASURED.prefill  # as measured there
+    about: Mapping[str, int] = field(default_factory=dict)  # its rank and process, for the user
 
 
 @dataclass(frozen=True, slots=True)

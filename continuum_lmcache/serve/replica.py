@@ -124,16 +124,14 @@ class Replica:
     async def _report(self) -> None:
         """Report to the state each REPORT_S and as soon as a turn has ended: how busy this replica is, and
         its programs that have changed; to a new state all of them."""
-        reported_to, properties = "", {"rank": self.rank, "pid": os.getpid()}
+        reported_to = ""
         while True:
             self._changed.clear()
             self._engine.report_prefills()
             now_s, is_complete = time.monotonic(), not reported_to
-            programs = self._programs.known(now_s) if is_complete else self._programs.changes(now_s)
+            programs = self._programs.report(now_s, is_complete)
             try:
-                state_name = await self._call(
-                    "take_report", properties, self._figures(now_s), programs, is_complete
-                )
+                state_name = await self._call("take_report", self._figures(now_s), programs, is_complete)
             except NO_STATE as error:
                 if reported_to:  # logged once, not each half second
                     logger.warning(
@@ -156,7 +154,8 @@ class Replica:
         curve = measured or UNMEASURED.prefill
         wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
         gauges.wait.set(wait_s)
-        return ReplicaReport(ReplicaId(self._name), 0.0, gauges.requests(read), wait_s, curve)
+        about = {"rank": self.rank, "pid": os.getpid()}
+        return ReplicaReport(ReplicaId(self._name), 0.0, gauges.requests(read), wait_s, curve, about)
 
 
 @dataclass(frozen=True, slots=True)

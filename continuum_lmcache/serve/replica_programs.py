@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from continuum_lmcache.fleet.fleet import KnownProgram
@@ -107,21 +107,13 @@ class ReplicaPrograms:
         known_s = sum(prefill.seconds(t.new_tokens, t.held_tokens) for t in before)
         return max([known_s, *(now_s - t.start_s for t in before)])
 
-    def changes(self, now_s: float) -> list[KnownProgram]:
-        """What has changed since the last call of this or of `known`."""
-        changed = [name for name in self._changed if name in self._programs]
-        over = [KnownProgram(name, 0, 0, 0.0, is_over=True) for name in self._over]
+    def report(self, now_s: float, is_complete: bool = False) -> list[KnownProgram]:
+        """What has changed since the last call; or every program here, those idle longest first."""
+        names = self._programs if is_complete else [n for n in self._changed if n in self._programs]
+        over = [] if is_complete else [KnownProgram(n, 0, 0, 0.0, is_over=True) for n in self._over]
         self._changed, self._over = {}, []
-        return [*over, *self._listed(now_s, changed)]
-
-    def known(self, now_s: float) -> list[KnownProgram]:
-        """Every program here, those idle longest first."""
-        self._changed, self._over = {}, []
-        return self._listed(now_s, self._programs)
-
-    def _listed(self, now_s: float, names: Iterable[ProgramId]) -> list[KnownProgram]:
         programs = ((name, self._programs[name]) for name in names)
-        return [
+        return over + [
             KnownProgram(n, p.turns, p.context_tokens, now_s - p.first_s, len(p.live)) for n, p in programs
         ]
 

@@ -12,11 +12,11 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from continuum_lmcache.fleet.fleet import REPORT_AGE_S, Fleet, KnownProgram, ReplicaId, ReplicaReport, Route
+from continuum_lmcache.fleet.fleet import REPORT_AGE_S, Fleet, KnownProgram, ReplicaReport, Route
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 
@@ -38,7 +38,6 @@ class FleetState:
         self.fleet = Fleet(bytes.fromhex(key), mover, cooldown_s)
         self._start_until_s = self.now_s() + START_WAIT_S
         self._restored: set[str] = set()  # replicas that have reported all their programs to this state
-        self._properties: dict[ReplicaId, Mapping[str, Any]] = {}
 
     async def place_turn(
         self, name: TurnName, visible: Collection[str], home: str | None = None
@@ -52,7 +51,6 @@ class FleetState:
 
     async def take_report(
         self,
-        properties: Mapping[str, Any],
         report: ReplicaReport,
         programs: Iterable[KnownProgram],
         is_complete: bool,
@@ -61,11 +59,8 @@ class FleetState:
         state's name: to a new name the replica must report all."""
         now_s = self.now_s()
         self.fleet.on_report(now_s, replace(report, at_s=now_s), programs)
-        self._properties[report.replica] = properties
         if is_complete:
             self._restored.add(report.replica)
-        for gone in self._properties.keys() - self.fleet.replicas.keys():
-            del self._properties[gone]
         return self.name
 
     async def snapshot(self) -> dict[str, Any]:
@@ -74,7 +69,7 @@ class FleetState:
         replicas = [
             {
                 "replica": name,
-                **self._properties[name],
+                **state.report.about,
                 "report_age_seconds": round(now_s - state.report.at_s, 3),
                 "programs": fleet.homes[name],
                 "requests": state.requests,

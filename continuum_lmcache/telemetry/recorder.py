@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from typing import Any
+from typing import Any, assert_never
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
@@ -91,6 +91,10 @@ class EventRecorder:
                 self._add(event, "unpinned_time", outcome=event.why.value)
             case events.ProgramEnded():
                 self._add(event, "ended_time")
+            case events.Start() | events.EvictFirst():
+                pass  # a start shows in its turn's
+            case _:
+                assert_never(event)
 
     def snapshot(self) -> dict[str, list[Event]]:
         """All events, ready for JSON: {program: [event, ...]}, with META's entry first.

@@ -30,7 +30,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
-from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
@@ -103,9 +102,9 @@ class ContinuumMixin(Scheduler):
         self._turns.to_rekey.clear()
         decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # no victims then
         if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
-            turns: Mapping[str, Turn] = self._turns
+            turns = self._turns
             self.running.sort(
-                key=lambda r: (decodes_first and r.is_prefill_chunk, turns[r.request_id].running_rank)
+                key=lambda r: (decodes_first and r.is_prefill_chunk, turns[TurnId(r.request_id)].running_rank)
             )
             self._running_changed = decodes_first  # a finished prompt returns to its place
 

@@ -159,7 +159,7 @@ class Ours:
         wait_s = programs.wait_s(now_s, curve, later_first=engine is not None)
         requests = replica.running + replica.waiting
         report = ReplicaReport(ReplicaId(str(replica.index)), now_s, requests, wait_s, curve)
-        self.fleet.on_report(now_s, report, programs.changes(now_s))
+        self.fleet.on_report(now_s, report, programs.report(now_s))
 
 
 ROUTERS: dict[str, Callable[[], Router]] = {
