@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -223,8 +223,8 @@ def prepare_connector(config: VllmConfig, waits: bool) -> None:
             extra.setdefault(AUTOSTART, True)
         if OURS[stock] is OVER_LMCACHE and size_gib is not None:  # --kv-offloading-backend lmcache
             extra[SERVER_ARGS] = f"--l1-size-gb {size_gib:g} {extra.get(SERVER_ARGS, '')}"
-    for inner in connectors_inside(extra) if transfer.kv_connector == "MultiConnector" else ():
-        if inner in OURS:
+    for each in extra.get("connectors", ()) if transfer.kv_connector == "MultiConnector" else ():
+        if (inner := str(each.get("kv_connector"))) in OURS:
             text = "%s inside MultiConnector is the stock one, without our checks; name %s there"
             logger.warning(text, inner, OURS[inner][0])
     connector = KVConnectorFactory.get_connector_class(transfer)
@@ -232,13 +232,6 @@ def prepare_connector(config: VllmConfig, waits: bool) -> None:
         check(config)
     if waits and (find := getattr(connector, "find_server", None)) is not None:
         find(extra)
-
-
-def connectors_inside(extra: Mapping[str, Any]) -> Iterator[str]:
-    """The names of a MultiConnector's connectors, at any depth."""
-    for inner in extra.get("connectors", []):
-        yield str(inner.get("kv_connector"))
-        yield from connectors_inside(inner.get("kv_connector_extra_config", {}))
 
 
 def refuse(conflict: bool, reason: str) -> None:
