@@ -205,7 +205,7 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     bench.step()
     waiting = held(bench)
     urgent = bench.send("urgent", prompt(100, 78), priority=-1)
-    prompts = bench.parts.step_timer.prompt_time = PrefillShare()
+    prompts = bench.scheduler._prompt_time = PrefillShare()
     prompts.on_step(30.0, prefills=True)  # prompts leave no time for another
     bench.step()
     assert waiting and urgent in held(bench)
