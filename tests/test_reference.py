@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from serving import OF_VLLM
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS, metric_of
+from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS, metrics
 from experiments import reference
 
 ROOT = Path(__file__).parents[1]
@@ -117,8 +117,7 @@ def test_the_architecture_fits_two_screens_and_names_what_there_is() -> None:
 
 
 def test_the_page_lists_what_is_exported_with_its_type() -> None:
-    for key in METRICS:
-        metric_of(key)
+    metrics()
     listed = {(name, kind) for name, kind, _, _ in reference.metric_rows()}
     ours = {f"continuum_{key}" for key in METRICS}
     registered = {m.name: m.type for m in REGISTRY.collect() if m.name in ours}

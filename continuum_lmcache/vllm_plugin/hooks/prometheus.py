@@ -109,17 +109,19 @@ def observe(payload: MetricsPayload, engine: int) -> None:
 @cache  # prometheus_client looks labels up under a lock
 def updater(key: str, label: str, engine: int) -> Callable[[float], None]:
     """The function that updates one metric of one engine by a value."""
-    metric = metric_of(key).labels(*([label] if label else []), str(engine))
+    metric = metrics()[key].labels(*([label] if label else []), str(engine))
     if isinstance(metric, Counter):
         return metric.inc
     return metric.set if isinstance(metric, Gauge) else metric.observe
 
 
 @cache  # Prometheus refuses a name twice
-def metric_of(key: str) -> Counter | Gauge | Histogram:
-    """This process's metric of that key."""
-    kind, text, label, more = METRICS[key]
-    return kind(f"continuum_{key}", text, [*([label] if label else []), "engine"], **more)
+def metrics() -> dict[str, Counter | Gauge | Histogram]:
+    """This process's metrics, by key."""
+    return {
+        key: kind(f"continuum_{key}", text, [*([label] if label else []), "engine"], **more)
+        for key, (kind, text, label, more) in METRICS.items()
+    }
 
 
 def install() -> None:
