@@ -26,8 +26,9 @@ class Mover:
         self.chunks = max(4, POOL_BYTES[device] // chunk_bytes)
         self._per_chunk = chunk_tokens // shape.block_tokens
         self._blocks, self._device = self.chunks * self._per_chunk, device
-        rows = (shape.layers, self._per_chunk, chunk_bytes // self._per_chunk // shape.layers)
-        ones = {"dtype": torch.uint8}
+        values = chunk_bytes // self._per_chunk // shape.layers // shape.dtype.itemsize
+        rows = (shape.layers, self._per_chunk, values)
+        ones = {"dtype": shape.dtype}  # on a CPU a copy of single bytes is five times as slow
         self._pages = torch.ones(shape.layers, self._blocks, rows[2], device=device, **ones)
         self._stage = torch.ones(rows, device=device, **ones) if device == "cuda" else None
         self._host = torch.ones(self.chunks, *rows, pin_memory=device == "cuda", **ones)

@@ -33,6 +33,7 @@ class KvShape:
     layers: int
     bytes_per_token: int  # of all layers
     block_tokens: int
+    dtype: torch.dtype  # of a value
 
 
 class Engine:
@@ -84,7 +85,7 @@ class Engine:
             model.get_num_kv_heads(config.parallel_config),
         )
         token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
-        return KvShape(layers, token_bytes, config.cache_config.block_size)
+        return KvShape(layers, token_bytes, config.cache_config.block_size, model.dtype)
 
     @property
     def kv_tokens(self) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("scipy")
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from continuum_lmcache.errors import ProfileError  # noqa: E402
 from continuum_lmcache.reload.cost_model import CostModel  # noqa: E402
@@ -23,7 +23,7 @@ from profiles.report import Measured, points, profile_of  # noqa: E402
 from profiles.timing import Budget, in_turns  # noqa: E402
 
 GRID = [(n, c) for n in (128, 512, 2048, 8192) for c in (0, 1024, 16384)]
-SHAPE = KvShape(layers=2, bytes_per_token=2 * 2 * 2 * 64 * 2, block_tokens=128)
+SHAPE = KvShape(layers=2, bytes_per_token=2 * 2 * 2 * 64 * 2, block_tokens=128, dtype=torch.bfloat16)
 CHUNK_BYTES = 256 * SHAPE.bytes_per_token
 COUNTS = (1, 2, 4, 8)
 
@@ -212,7 +212,7 @@ def test_chunks_that_o_direct_cannot_read_go_through_the_page_cache(tmp_path):
 
 
 def ones(mover):
-    """How many bytes of the pages are 1."""
+    """How many values of the pages are 1."""
     return mover._pages.eq(1).sum().item()
 
 
