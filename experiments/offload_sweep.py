@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.errors import TraceError, nearest
 from experiments.peers.install import missing
-from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
+from experiments.sim.trace_programs import FITTED, HALVES, refuse_unknown, traces_folder
 from experiments.sweep import closed_loop, goals, trace_goals
 from experiments.sweep.cases import Case, Point, SweepError
 from experiments.sweep.grids import Size
@@ -275,6 +275,7 @@ def main(
             seed_list = seeds_of(seeds) if seeds else goals.SEEDS[size]
             replay_traces(size, seed_list, half, machines, untold_ends, regimes, jobs, out)
         if SESSIONS in figures:
+            refuse_unknown(trace, half)
             loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)
             closed_loop.tabulate(loops, jobs, out)
         if plans:

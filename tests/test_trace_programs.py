@@ -80,14 +80,16 @@ def test_programs_arrive_with_so_many_seconds_of_work_a_second(load: float) -> N
     assert len({p.program_id for p in found}) == 600  # drawn again under another name: nothing is shared
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "told"), [("none", "tune", "known: claude-code-swe"), ("chat", "all", "tune, report")]
-)
-def test_a_trace_or_half_that_is_none_is_refused_with_those_there_are(
-    name: str, part: str, told: str
+@pytest.mark.parametrize(("name", "part"), [("claude-code-swe:report", "report"), ("chat", "all")])
+def test_a_trace_or_half_that_is_none_is_refused_at_once_with_those_there_are(
+    name: str, part: str, tmp_path: Path
 ) -> None:
+    told = f"no trace '{name}' with half '{part}'; --trace: claude-code-swe, .*; --half: tune, report, fitted"
     with pytest.raises(TraceError, match=told):
         half(name, part)
+    with pytest.raises(SystemExit, match=f"^offload_sweep: {told}$"):
+        main(["sessions"], trace=name, half=part, out=tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing ran"
 
 
 def test_without_the_folder_the_sweep_says_where_it_looked(

@@ -70,18 +70,27 @@ def half_of(program_id: str) -> str:
     return HALVES[crc32(program_id.encode()) % 2]
 
 
+def refuse_unknown(name: str, part: str) -> None:
+    """Raises TraceError if there is no such trace, half, fitted generator or folder."""
+    parts = (*HALVES, FITTED)
+    if name not in SOURCES or part not in parts:
+        raise TraceError(
+            f"no trace {name!r} with half {part!r}; --trace: {', '.join(SOURCES)}; --half: {', '.join(parts)}"
+        )
+    if part == FITTED and name not in shapes():
+        raise TraceError(f"no generator was fitted to {name!r}; there is one for {', '.join(shapes())}")
+    if part != FITTED:
+        traces_folder()
+
+
 @cache
 def half(name: str, part: str, window_tokens: int = WINDOW_TOKENS) -> tuple[Program, ...]:
     """One half of a trace's programs, each within the window, every gap known. Raises TraceError.
 
     For FITTED those of sim/fitted_programs.py, which need no trace.
     """
-    parts = (*HALVES, FITTED)
-    if name not in SOURCES or part not in parts:
-        raise TraceError(f"trace is {name!r}, half {part!r}; known: {', '.join(SOURCES)}; {', '.join(parts)}")
+    refuse_unknown(name, part)
     if part == FITTED:
-        if name not in shapes():
-            raise TraceError(f"no generator was fitted to {name!r}; there is one for {', '.join(shapes())}")
         return pool(name)
     wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
     # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
