@@ -137,6 +137,7 @@ def test_one_command_starts_lmcaches_server_and_a_second_engine_shares_it(
         assert servers_at(first.lmcache_port) == [process]
         assert f"runs on port {first.lmcache_port} already and is used as it is" in other_log.read_text()
         other = Server(other_url)
+        assert other.metric("continuum_policy_info", policy="continuum") == 1, "before the first request"
         assert other.complete(PROMPT, is_last_step=True).output == output and from_dram(other) > 0
 
 

@@ -93,13 +93,6 @@ def test_shares_of_a_few_turns_are_not_judged() -> None:
     assert diagnose(healthy(few)) == []
 
 
-def test_a_server_that_has_served_nothing_may_still_be_on() -> None:
-    (found,) = diagnose(page_with({}))
-    assert "send a request" in found.remedy
-    (found,) = diagnose(page_with({FINISHED: 5}))
-    assert "send a request" not in found.remedy
-
-
 def test_the_summary_says_whether_it_is_on_and_what_it_brings() -> None:
     assert summary(healthy()) == (
         "continuum is on: policy continuum, 10 programs known. Prompt tokens by the source of their KV: "

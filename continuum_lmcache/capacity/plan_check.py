@@ -13,7 +13,7 @@ from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
-SIZES = {Tier.DRAM: "--l1-size-gb of LMCache's server", Tier.SSD: "max_capacity_gb of its --l2-adapter"}
+SIZES = {Tier.DRAM: "LMCACHE_MAX_LOCAL_CPU_SIZE", Tier.SSD: "LMCACHE_MAX_LOCAL_DISK_SIZE"}
 MEASURE = "measure with profiles/measure.py on the machine that will serve, and give the file by --profile"
 
 
@@ -79,8 +79,8 @@ def _tiers(plan: DeploymentPlan) -> Iterator[Finding]:
             "memory-smaller-than-programs",
             f"{plan.programs} programs need {tokens:,} tokens, {gib:,.0f} GiB; the GPU holds "
             f"{plan.budget.tokens:,}{held}",
-            "what is evicted everywhere is computed again: give LMCache's server more DRAM (--l1-size-gb) "
-            "or a disk (docs/lmcache.md)",
+            "what is evicted everywhere is computed again: give LMCache's server more DRAM "
+            "(LMCACHE_MAX_LOCAL_CPU_SIZE) or a disk (docs/lmcache.md)",
         )
     small = [tier for tier, size in plan.tiers.items() if size < plan.budget.tokens]
     if small:

@@ -69,11 +69,10 @@ def has_served_enough(page: MetricsPage) -> bool:
 def off(page: MetricsPage) -> Iterator[Finding]:
     """The server runs without our scheduler."""
     if not policy(page):
-        never = ", or it has served nothing yet: send a request, and ask again"
         yield error(
             "continuum-is-off",
             "the server reports no continuum_policy_info",
-            f"start it with --scheduling-policy continuum{'' if page.count(FINISHED) else never}",
+            "start it with --scheduling-policy continuum",
         )
 
 
@@ -122,8 +121,8 @@ def small_tier(page: MetricsPage) -> Iterator[Finding]:
             "tier-too-small",
             f"the programs' contexts add up to {contexts:,.0f} tokens, and the largest tier "
             f"holds {largest:,.0f}",
-            "it evicts KV before the program returns: give LMCache's server more DRAM (--l1-size-gb) "
-            "or a disk",
+            "it evicts KV before the program returns: give LMCache's server more DRAM "
+            "(LMCACHE_MAX_LOCAL_CPU_SIZE) or a disk",
         )
 
 
@@ -211,8 +210,6 @@ WHY_NOT_PINNED = {  # by the reason of a TTL of 0
 def summary(page: MetricsPage) -> str:
     """Whether continuum is on, and what it brings."""
     if not (name := policy(page)):
-        if not page.count(FINISHED):
-            return "continuum is NOT on here, or has served nothing yet."
         return "continuum is NOT on here. Would it help? {}: {}.".format(*would_help(page))
     parts = [f"continuum is on: policy {name}, {page.count('continuum_programs'):,.0f} programs known."]
     tokens = prompt_tokens(page)

@@ -173,7 +173,7 @@ def adopt(config: VllmConfig) -> None:
         # at 0 vLLM kills the engine before it can write, and LMCache's server before it frees its memory
         config.shutdown_timeout = CLOSE_TIMEOUT_S
     request_fields.install()
-    prometheus.install()
+    prometheus.install(settings.policy)
     data_parallel.install(SCHEDULERS)
     check_version(version("vllm"))
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)

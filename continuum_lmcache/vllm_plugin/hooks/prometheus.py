@@ -124,10 +124,11 @@ def metrics() -> dict[str, Counter | Gauge | Histogram]:
     }
 
 
-def install() -> None:
-    """Make this API server read our metrics; a second call changes nothing."""
+def install(policy: str) -> None:
+    """Make this API server read our metrics, and name the policy before the first request."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
+    observe({"policy_info": {policy: 1.0}}, engine=0)
     stock = StatLoggerManager.record
 
     @wrapping.hook(StatLoggerManager)
