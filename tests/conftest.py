@@ -80,6 +80,12 @@ def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         yield make
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """For tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def traces() -> Path:
     """Real traces, if they are available: `TRACES_DIR`, else a folder beside the checkout."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import tomllib
@@ -51,18 +50,12 @@ def test_a_peers_settings_have_what_this_machines_decode_steps_take(batch: int) 
     assert step_s == pytest.approx(MACHINE.seconds([(1, 1000)] * batch))
 
 
-def test_a_program_names_itself_to_a_peer_in_its_own_field_and_in_no_other() -> None:
-    program, server = (
-        Program("run-1", 0.0, (TurnSpec(20, 20, 2, gap_s=0.0), TurnSpec(30, 8, 2))),
-        FakeServer(),
-    )
-
-    async def go() -> None:
-        async with server.running() as url, Client(url, timeout_s=PATIENCE_S) as client:
-            plan = Plan("fake", 1, range(300, 400), identify=live.identity)
-            await run([program], plan, client.complete, lambda _: None)
-
-    asyncio.run(go())
+@pytest.mark.anyio
+async def test_a_program_names_itself_to_a_peer_in_its_own_field_and_in_no_other() -> None:
+    program = Program("run-1", 0.0, (TurnSpec(20, 20, 2, gap_s=0.0), TurnSpec(30, 8, 2)))
+    server, plan = FakeServer(), Plan("fake", 1, range(300, 400), identify=live.identity)
+    async with server.running() as url, Client(url, timeout_s=PATIENCE_S) as client:
+        await run([program], plan, client.complete, lambda _: None)
     told = [json.loads(body["vllm_xargs"]["agentic_context"]) for body in server.bodies]
     assert [(t["program_id"], t["expected_resume"]) for t in told] == [("run-1", True), ("run-1", False)]
     assert not {"job_id", "is_last_step", "this_func_call"} & set().union(*server.bodies)

@@ -15,6 +15,7 @@ from experiments.summary import over_the_run, summarise
 from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, scaled
 
+pytestmark = pytest.mark.anyio
 PLAN = Plan("fake", 1, range(300, 4000), shared_prefix_tokens=64)
 HOW = {"label": "test", "seed": 1, "jps": 1.0, "time_scale": 1.0, "workload": "w", "programs": 1}
 GROWS = Program("grows", 0.0, (TurnSpec(100, 100, 4, "bash", "ls -l", 0.0), TurnSpec(110, 6, 3)))
@@ -145,29 +146,23 @@ def test_a_failing_turn_is_recorded_never_retried_and_ends_its_program_alone(how
     assert [r.turn for r in records if r.program != failed.program] == [1, 2]
 
 
-def test_a_stream_is_read_to_its_end_though_the_answer_was_done_before():
+async def test_a_stream_is_read_to_its_end_though_the_answer_was_done_before():
     """A proxy in between counts a client that leaves at [DONE] as aborted."""
     server = FakeServer(lingers_s=0.3)
-
-    async def go():
-        async with server.running() as url, Client(url, timeout_s=PATIENCE_S) as client:
-            return await client.complete(request_body("fake", [1], 2))
-
-    assert asyncio.run(go()).done_s < server.read_to_end_s
+    async with server.running() as url, Client(url, timeout_s=PATIENCE_S) as client:
+        answer = await client.complete(request_body("fake", [1], 2))
+    assert answer.done_s < server.read_to_end_s
 
 
-def test_a_server_that_falls_silent_is_given_up_after_the_timeout():
-    async def go():
-        async def silent(reader, _writer):
-            await reader.read()
+async def test_a_server_that_falls_silent_is_given_up_after_the_timeout():
+    async def silent(reader, _writer):
+        await reader.read()
 
-        server = await asyncio.start_server(silent, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server, Client(f"http://127.0.0.1:{port}/v1", timeout_s=0.2) as client:
-            with pytest.raises(TurnFailed, match="imeout"):
-                await client.complete(request_body("m", [1], 1))
-
-    asyncio.run(go())
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, Client(f"http://127.0.0.1:{port}/v1", timeout_s=0.2) as client:
+        with pytest.raises(TurnFailed, match="imeout"):
+            await client.complete(request_body("m", [1], 1))
 
 
 def test_a_summary_counts_what_finished_and_what_failed():

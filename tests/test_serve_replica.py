@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
-from virtual_loop import run_virtually
+from virtual_loop import VirtualLoop
 
 pytest.importorskip("ray")
 
@@ -56,23 +57,26 @@ class ReportingReplica:
             self._programs.on_stop(TurnId(name), 10, is_last=False)
 
 
-def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a_new_state_all() -> None:
-    async def go() -> None:
-        replica = ReportingReplica()
-        reports = asyncio.create_task(Replica._report(replica))  # type: ignore[arg-type]
-        await asyncio.sleep(1.5 * REPORT_S)
-        replica.ends("p", "q")
-        await asyncio.sleep(0.5 * REPORT_S)
-        soon_s = 1.5 * REPORT_S + GATHER_S
-        assert replica.heard == [(0.0, [], True), (REPORT_S, [], False), (soon_s, ["p", "q"], False)]
-        replica.state = "another one"
-        await asyncio.sleep(2 * REPORT_S)
-        reports.cancel()
-        later_s = soon_s + REPORT_S
-        assert replica.heard[3:5] == [(later_s, [], False), (later_s, ["p", "q"], True)]
-        assert [all_ for _, _, all_ in replica.heard[5:]] == [False]
+@pytest.fixture
+def anyio_backend() -> Any:
+    return "asyncio", {"loop_factory": VirtualLoop}
 
-    run_virtually(go())
+
+@pytest.mark.anyio
+async def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a_new_state_all() -> None:
+    replica = ReportingReplica()
+    reports = asyncio.create_task(Replica._report(replica))  # type: ignore[arg-type]
+    await asyncio.sleep(1.5 * REPORT_S)
+    replica.ends("p", "q")
+    await asyncio.sleep(0.5 * REPORT_S)
+    soon_s = 1.5 * REPORT_S + GATHER_S
+    assert replica.heard == [(0.0, [], True), (REPORT_S, [], False), (soon_s, ["p", "q"], False)]
+    replica.state = "another one"
+    await asyncio.sleep(2 * REPORT_S)
+    reports.cancel()
+    later_s = soon_s + REPORT_S
+    assert replica.heard[3:5] == [(later_s, [], False), (later_s, ["p", "q"], True)]
+    assert [all_ for _, _, all_ in replica.heard[5:]] == [False]
 
 
 def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:

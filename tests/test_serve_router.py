@@ -24,6 +24,7 @@ from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.serve.names import ApiKeys, TurnName
 from continuum_lmcache.serve.router import ProgramRouter
 
+pytestmark = pytest.mark.anyio
 OURS = DeploymentID(name="vllm", app_name="default")
 
 
@@ -93,18 +94,15 @@ async def sent(made: ProgramRouter, pending: PendingRequest, **how: Any) -> str:
     return str(chosen.replica_id.unique_id)
 
 
-def test_a_turn_goes_where_the_state_sends_it_with_its_programs_turns_and_age() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("b", program_turns=3, program_age_s=7.5)), "a", "b")
-        pending = turn(program="p")
-        assert await sent(made, pending) == "b"
-        told = TurnName.parse(pending.metadata.session_id)
-        assert (told.turns, told.age_s, told.why) == (3, 7.5, "home")
-
-    asyncio.run(go())
+async def test_a_turn_goes_where_the_state_sends_it_with_its_programs_turns_and_age() -> None:
+    made = router(state(goes_to("b", program_turns=3, program_age_s=7.5)), "a", "b")
+    pending = turn(program="p")
+    assert await sent(made, pending) == "b"
+    told = TurnName.parse(pending.metadata.session_id)
+    assert (told.turns, told.age_s, told.why) == (3, 7.5, "home")
 
 
-def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name() -> None:
+async def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name() -> None:
     """The same from every router of the deployment, also for a turn that is routed again."""
 
     async def named_by(key: bytes) -> tuple[str, ...]:
@@ -115,123 +113,91 @@ def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name() -> No
         await sent(made, pending, is_retry=True)
         return (*(named.program for named, *_ in made._state.place_turn.calls), at_the_replica)
 
-    async def go() -> None:
-        first, again, at_the_replica = await named_by(b"key")
-        assert first == again == at_the_replica and len(first) == 32
-        assert "run-42" not in first and "credential" not in first
-        assert (first, first, first) == await named_by(b"key") != await named_by(b"other")
-
-    asyncio.run(go())
+    first, again, at_the_replica = await named_by(b"key")
+    assert first == again == at_the_replica and len(first) == 32
+    assert "run-42" not in first and "credential" not in first
+    assert (first, first, first) == await named_by(b"key") != await named_by(b"other")
 
 
-def test_while_the_state_is_away_programs_keep_their_replica_and_new_ones_are_hashed() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("b")), "a", "b", "c")
-        assert await sent(made, turn(1, program="p")) == "b"
-        made._state = state(away)
-        assert await sent(made, turn(2, program="p")) == "b"
-        assert made._state is None, "and is looked up anew"
-        new = {await sent(made, turn(10 + i, program=f"new-{i}")) for i in range(30)}
-        assert new == {"a", "b", "c"}
-        again = [await sent(made, turn(50 + i, program="new-1")) for i in range(4)]
-        assert len(set(again)) == 1
-
-    asyncio.run(go())
+async def test_while_the_state_is_away_programs_keep_their_replica_and_new_ones_are_hashed() -> None:
+    made = router(state(goes_to("b")), "a", "b", "c")
+    assert await sent(made, turn(1, program="p")) == "b"
+    made._state = state(away)
+    assert await sent(made, turn(2, program="p")) == "b"
+    assert made._state is None, "and is looked up anew"
+    new = {await sent(made, turn(10 + i, program=f"new-{i}")) for i in range(30)}
+    assert new == {"a", "b", "c"}
+    again = [await sent(made, turn(50 + i, program="new-1")) for i in range(4)]
+    assert len(set(again)) == 1
 
 
-def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("b")), "a", "b")
-        await sent(made, turn(1, program="p"))
-        made.on_replica_actor_died(ReplicaID("b", OURS))
-        made._state = state(away)
-        assert await sent(made, turn(2, program="p")) == "a"
-
-    asyncio.run(go())
+async def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another() -> None:
+    made = router(state(goes_to("b")), "a", "b")
+    await sent(made, turn(1, program="p"))
+    made.on_replica_actor_died(ReplicaID("b", OURS))
+    made._state = state(away)
+    assert await sent(made, turn(2, program="p")) == "a"
 
 
-def test_the_state_learns_where_this_router_sent_a_program_until_its_last_turn() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("b")), "a", "b")
-        homes = []
-        for number, is_last in enumerate((False, False, True, False)):
-            await sent(made, turn(number, program="p", is_last=is_last))
-            *_, home = made._state.place_turn.calls[-1]
-            homes.append(home)
-        assert homes == [None, "b", "b", None]
-        made.on_replica_actor_died(ReplicaID("b", OURS))
-        made._state.place_turn.answer = goes_to("a")
-        await sent(made, turn(9, program="p"))
-        assert made._state.place_turn.calls[-1][-1] is None, "what is gone is no home"
-
-    asyncio.run(go())
+async def test_the_state_learns_where_this_router_sent_a_program_until_its_last_turn() -> None:
+    made = router(state(goes_to("b")), "a", "b")
+    homes = []
+    for number, is_last in enumerate((False, False, True, False)):
+        await sent(made, turn(number, program="p", is_last=is_last))
+        *_, home = made._state.place_turn.calls[-1]
+        homes.append(home)
+    assert homes == [None, "b", "b", None]
+    made.on_replica_actor_died(ReplicaID("b", OURS))
+    made._state.place_turn.answer = goes_to("a")
+    await sent(made, turn(9, program="p"))
+    assert made._state.place_turn.calls[-1][-1] is None, "what is gone is no home"
 
 
-def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() -> None:
-    async def go() -> None:
-        made = router(state(away), "a", "b")
-        for rank, name in enumerate("ab"):
-            assert await sent(made, turn(rank, is_turn=False, rank=rank)) == name
-        assert await sent(made, turn(7, is_turn=False)) in "ab"
-        assert await sent(made, turn(8, is_turn=False, rank=9)) in "ab", "its answer says which it is"
-        assert made._state.place_turn.calls == []
-
-    asyncio.run(go())
+async def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() -> None:
+    made = router(state(away), "a", "b")
+    for rank, name in enumerate("ab"):
+        assert await sent(made, turn(rank, is_turn=False, rank=rank)) == name
+    assert await sent(made, turn(7, is_turn=False)) in "ab"
+    assert await sent(made, turn(8, is_turn=False, rank=9)) in "ab", "its answer says which it is"
+    assert made._state.place_turn.calls == []
 
 
-def test_the_fallbacks_ranks_have_one_element_each() -> None:
-    async def go() -> None:
-        made = router(None, "a", "b", "c")
-        ranks = await made.choose_replicas(made._replicas_list, turn(program="p"))
-        assert len(ranks) == 3 and all(len(rank) == 1 for rank in ranks)
-
-    asyncio.run(go())
+async def test_the_fallbacks_ranks_have_one_element_each() -> None:
+    made = router(None, "a", "b", "c")
+    ranks = await made.choose_replicas(made._replicas_list, turn(program="p"))
+    assert len(ranks) == 3 and all(len(rank) == 1 for rank in ranks)
 
 
-def test_the_state_hears_which_replicas_this_router_sees() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("a")), "a", "b")
-        for there in (("a", "b"), ("b",)):
-            made.update_replicas([replica(name, rank) for rank, name in enumerate(there)])
-            assert await sent(made, turn(program="p")) in there, "what is gone gets no turn"
-            assert made._state.place_turn.calls[-1][1] == there
-
-    asyncio.run(go())
+async def test_the_state_hears_which_replicas_this_router_sees() -> None:
+    made = router(state(goes_to("a")), "a", "b")
+    for there in (("a", "b"), ("b",)):
+        made.update_replicas([replica(name, rank) for rank, name in enumerate(there)])
+        assert await sent(made, turn(program="p")) in there, "what is gone gets no turn"
+        assert made._state.place_turn.calls[-1][1] == there
 
 
-def test_a_state_that_was_away_is_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def go() -> None:
-        made = router(state(away), "a", "b")
-        del made._state_actor  # the class's own
-        await sent(made, turn(program="p"))
-        found = state(goes_to("b"))
-        named = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
-        monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [named])
-        monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
-        made._retry_at_s = 0.0
-        assert await sent(made, turn(2, program="q")) == "b"
-
-    asyncio.run(go())
+async def test_a_state_that_was_away_is_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = router(state(away), "a", "b")
+    del made._state_actor  # the class's own
+    await sent(made, turn(program="p"))
+    found = state(goes_to("b"))
+    named = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
+    monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [named])
+    monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
+    made._retry_at_s = 0.0
+    assert await sent(made, turn(2, program="q")) == "b"
 
 
-def test_a_state_that_is_too_slow_holds_no_turn_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_state_that_is_too_slow_holds_no_turn_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("continuum_lmcache.serve.router.ANSWER_S", 0.01)
-
-    async def go() -> None:
-        its = state(away)
-        its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
-        assert await sent(router(its, "a"), turn(program="p")) == "a"
-
-    asyncio.run(go())
+    its = state(away)
+    its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
+    assert await sent(router(its, "a"), turn(program="p")) == "a"
 
 
-def test_the_proxy_learns_the_replicas_api_keys_as_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_proxy_learns_the_replicas_api_keys_as_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ApiKeys, "hashes", frozenset())
-
-    async def go() -> None:
-        made = router(state(away), "a")
-        assert ApiKeys.accept("")
-        made.initialize_state(key=b"key".hex(), api_keys=[sha256(b"secret").hexdigest()])
-        assert ApiKeys.accept("Bearer secret") and not ApiKeys.accept("")
-
-    asyncio.run(go())
+    made = router(state(away), "a")
+    assert ApiKeys.accept("")
+    made.initialize_state(key=b"key".hex(), api_keys=[sha256(b"secret").hexdigest()])
+    assert ApiKeys.accept("Bearer secret") and not ApiKeys.accept("")

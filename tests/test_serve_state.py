@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from virtual_loop import run_virtually
+from virtual_loop import VirtualLoop
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport, Route
@@ -21,6 +21,14 @@ from continuum_lmcache.types import ProgramId, TurnId
 KEY = b"key"
 COOLDOWN_S = 30.0
 SECOND_A_TOKEN = PrefillCurve(0.0, 1.0, 0.0, samples=1)
+
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    return "asyncio", {"loop_factory": VirtualLoop}
 
 
 class Host:
@@ -66,63 +74,50 @@ async def started(replicas: str = "ab") -> Host:
     return host
 
 
-def test_a_new_state_moves_nobody_before_the_replicas_have_reported_what_they_remember() -> None:
-    async def go() -> None:
-        first = await started()
-        homes = {p: (await first.runs(p)).replica for p in "pqrs"}
-        second = Host()
-        second.programs = first.programs
-        turns = [asyncio.ensure_future(second.sends(program)) for program in homes]
-        await second.hears(is_complete=False)
-        await asyncio.sleep(0.4)
-        assert not any(turn.done() for turn in turns), "only what has changed was reported"
-        await second.hears()
-        routes = [await turn for turn in turns]
-        assert {p: r.replica for p, r in zip(homes, routes, strict=True)} == homes
-        assert {r.program_turns for r in routes} == {1}
-
-    run_virtually(go())
+async def test_a_new_state_moves_nobody_before_the_replicas_have_reported_what_they_remember() -> None:
+    first = await started()
+    homes = {p: (await first.runs(p)).replica for p in "pqrs"}
+    second = Host()
+    second.programs = first.programs
+    turns = [asyncio.ensure_future(second.sends(program)) for program in homes]
+    await second.hears(is_complete=False)
+    await asyncio.sleep(0.4)
+    assert not any(turn.done() for turn in turns), "only what has changed was reported"
+    await second.hears()
+    routes = [await turn for turn in turns]
+    assert {p: r.replica for p, r in zip(homes, routes, strict=True)} == homes
+    assert {r.program_turns for r in routes} == {1}
 
 
-def test_a_replica_that_reports_nothing_holds_a_new_state_up_for_a_moment_only() -> None:
-    async def go() -> None:
-        host = Host()
-        await host.hears("a")
-        assert (await host.sends("p")).replica == "a"
-        assert asyncio.get_running_loop().time() <= START_WAIT_S + 0.1
-
-    run_virtually(go())
+async def test_a_replica_that_reports_nothing_holds_a_new_state_up_for_a_moment_only() -> None:
+    host = Host()
+    await host.hears("a")
+    assert (await host.sends("p")).replica == "a"
+    assert asyncio.get_running_loop().time() <= START_WAIT_S + 0.1
 
 
-def test_a_stored_answer_keeps_its_replica_though_its_id_is_all_that_names_the_program() -> None:
+async def test_a_stored_answer_keeps_its_replica_though_its_id_is_all_that_names_the_program() -> None:
     """vLLM keeps stored answers in one replica's memory."""
-
-    async def go() -> None:
-        host = await started()
-        home = (await host.runs("p", answer="resp_1")).replica
-        for number in range(1, 4):
-            await asyncio.sleep(COOLDOWN_S + 1)
-            await host.hears()
-            await host.hears(home, requests=9, wait_s=60.0)  # a program that may move would
-            sent = turn_name(b'{"input": "go on", "previous_response_id": "resp_%d"}' % number, {})
-            assert sent.stays
-            program = hidden(sent.program, KEY)  # as the router does
-            route = await host.runs(program, answer=f"resp_{number + 1}", stays=sent.stays)
-            assert (route.replica, route.program_turns) == (home, number)
-
-    run_virtually(go())
+    host = await started()
+    home = (await host.runs("p", answer="resp_1")).replica
+    for number in range(1, 4):
+        await asyncio.sleep(COOLDOWN_S + 1)
+        await host.hears()
+        await host.hears(home, requests=9, wait_s=60.0)  # a program that may move would
+        sent = turn_name(b'{"input": "go on", "previous_response_id": "resp_%d"}' % number, {})
+        assert sent.stays
+        program = hidden(sent.program, KEY)  # as the router does
+        route = await host.runs(program, answer=f"resp_{number + 1}", stays=sent.stays)
+        assert (route.replica, route.program_turns) == (home, number)
 
 
-def test_the_state_reports_its_figures_and_no_programs_name() -> None:
-    async def go() -> None:
-        host = await started(replicas="abcdefghijkl")
-        await host.runs("secret-program")
-        told = await host.state.snapshot()
-        assert "secret" not in str(told) and told["turns"] == {"first": 1}
-        assert [row["rank"] for row in told["replicas"]] == list(range(12)), "in the order of their ranks"
-        assert sum(row["programs"] for row in told["replicas"]) == 1
-
-    run_virtually(go())
+async def test_the_state_reports_its_figures_and_no_programs_name() -> None:
+    host = await started(replicas="abcdefghijkl")
+    await host.runs("secret-program")
+    told = await host.state.snapshot()
+    assert "secret" not in str(told) and told["turns"] == {"first": 1}
+    assert [row["rank"] for row in told["replicas"]] == list(range(12)), "in the order of their ranks"
+    assert sum(row["programs"] for row in told["replicas"]) == 1
 
 
 # a replica's programs ---------------------------------------------------------
