@@ -173,15 +173,12 @@ class Bench:
     def step(self, seconds: float | None = None) -> int:
         """One engine step; returns the tokens it scheduled."""
         output = self.scheduler.schedule()
-        self.order += [new.req_id for new in output.scheduled_new_reqs]
         ids = list(output.num_scheduled_tokens)
-        requests = dict(self.scheduler.requests)
-        self.preempted += [i for i, r in requests.items() if r.status == RequestStatus.PREEMPTED]
-        sampled = [[] if requests[i].is_prefill_chunk else [self.sampled] for i in ids]
-        runner = ModelRunnerOutput(
-            req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
-        )
+        self.order += [new.req_id for new in output.scheduled_new_reqs]
+        requests = self.scheduler.requests.items()
+        self.preempted += [i for i, r in requests if r.status == RequestStatus.PREEMPTED]
         self.scheduled(output)
+        runner = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, self.run(output))
         self._in_flight.append((output, runner))
         self.now_s += self.step_seconds(output) if seconds is None else seconds
         while len(self._in_flight) > (self._ahead if ids else 0):
@@ -192,6 +189,11 @@ class Bench:
 
     def scheduled(self, output: Any) -> None:
         """A hook for tests between schedule() and the step."""
+
+    def run(self, output: Any) -> list[list[int]]:
+        """The worker's step: the tokens sampled, by request."""
+        requests = self.scheduler.requests
+        return [[] if requests[i].is_prefill_chunk else [self.sampled] for i in output.num_scheduled_tokens]
 
     def moved(self, output: Any) -> Any:  # noqa: ARG002
         """A worker connector's report with this step's output."""

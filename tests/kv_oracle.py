@@ -249,6 +249,10 @@ class Worker:
 class OracleBench(Bench):
     """The bench with that worker under it; it fails at the first token that no right KV gives."""
 
+    connector: str
+    module: str | None
+    settings: dict[str, Any]  # the connector's own
+
     def __init__(
         self,
         scheduler_cls: Any,
@@ -261,11 +265,18 @@ class OracleBench(Bench):
         **more: Any,
     ) -> None:
         self.slots = self.new_slots(blocks)
-        transfer = {"kv_role": "kv_both", "kv_load_failure_policy": failure_policy, **self.transfer()}
+        transfer = {
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": failure_policy,
+            "kv_connector": self.connector,
+            "kv_connector_module_path": self.module,
+            "kv_connector_extra_config": self.settings,
+        }
         super().__init__(scheduler_cls, model, blocks, drafts=drafts, transfer=transfer, **more)
         self.scheduler.use_v2_model_runner = is_v2
         self.worker = Worker(self.slots, is_v2, graphs, drafts)
         self.worker.connector = self.join()
+        self._moved: dict[int, Any] = {}  # the connector's reports of the steps in flight
         self._right: dict[str, Turn] = {}  # each request's tokens, as the model would have them
         self._has_both: set[str] = set()  # requests that had KV when the weights changed
         self._cached: dict[int, list[int]] = {}  # by block: of which tokens vLLM says that it has the KV
@@ -275,10 +286,6 @@ class OracleBench(Bench):
     def new_slots(self, blocks: int) -> Any:
         """The GPU's memory: names of KV by slot."""
         return [0] * (blocks * BLOCK)
-
-    def transfer(self) -> dict[str, Any]:
-        """Of vLLM's --kv-transfer-config, which connector and its settings."""
-        raise NotImplementedError
 
     def join(self) -> Any:
         """The worker's half of the connector, once the scheduler's is there."""
@@ -319,23 +326,18 @@ class OracleBench(Bench):
                 self._right[request_id] = self._turn(request.num_prompt_tokens, request.all_token_ids)
 
     def step(self, seconds: float | None = None) -> int:
-        output = self.scheduler.schedule()
-        requests = dict(self.scheduler.requests)
-        ids = list(output.num_scheduled_tokens)
-        self.scheduled(output)
+        tokens = super().step(seconds)
+        self.check(self._scheduled)
+        return tokens
+
+    def run(self, output: Any) -> list[list[int]]:
+        self._scheduled = dict(self.scheduler.requests)
         sampled, moved = self.worker.run(output)
-        runner = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={turn: i for i, turn in enumerate(ids)},
-            sampled_token_ids=sampled,
-            kv_connector_output=moved,
-        )
-        self._in_flight.append((output, runner))
-        self.now_s += 0.1 if seconds is None else seconds
-        while len(self._in_flight) > (self._ahead if ids else 0):
-            self._deliver(*self._in_flight.popleft())
-        self.check(requests)
-        return output.total_num_scheduled_tokens
+        self._moved[id(output)] = moved
+        return sampled
+
+    def moved(self, output: Any) -> Any:
+        return self._moved.pop(id(output))
 
     def tokens_of(self, request_id: str) -> list[int]:
         """A request's tokens so far, or all it had when it ended."""
@@ -353,13 +355,11 @@ class OracleBench(Bench):
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _deliver(self, output: Any, runner: ModelRunnerOutput) -> None:
-        requests = dict(self.scheduler.requests)
-        self.scheduler.update_from_output(output, runner)
+        super()._deliver(output, runner)
         if self.worker.drafts and not self._ahead:
             ids = [i for i in runner.req_ids if i in self.worker.turns]
             drafts = [list(self.worker.turns[i].drafts) for i in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
-        self.done |= {i: list(r.all_token_ids) for i, r in requests.items() if r.is_finished()}
 
     def _note_cached(self, **call: Any) -> None:
         """BlockPool.cache_full_blocks."""
@@ -391,7 +391,7 @@ class OracleBench(Bench):
                 f"right is {right.tokens[at]}: it has attended to KV of other tokens or weights"
             )
         assert not self.spoilt(), f"LMCache keeps KV of other tokens than it says: {self.spoilt()}"
-        if any(kv and kv.invalid_block_ids for kv in (r.kv_connector_output for _, r in self._in_flight)):
+        if any(kv and kv.invalid_block_ids for kv in self._moved.values()):
             return  # vLLM does not know yet
         for block_id, names in list(self._cached.items()):
             if self._pool.blocks[block_id].block_hash is None:

@@ -18,18 +18,13 @@ CHUNKS = 20  # that its DRAM has room for
 class FakeBench(OracleBench):
     """The oracle with the fake connector. `settings` are its own."""
 
+    connector, module = "FakeConnector", "connectors.fake"
+
     def __init__(self, *args: Any, chunk: int = CHUNK, settings: Any = None, **more: Any) -> None:
         size_gb = CHUNKS * chunk * BYTES_PER_TOKEN / 2**30
-        self._extra = {"fake.chunk_tokens": chunk, "fake.dram_gb": size_gb, **(settings or {})}
+        self.settings = {"fake.chunk_tokens": chunk, "fake.dram_gb": size_gb, **(settings or {})}
         self.lmcache = SimpleNamespace(loads=0, lost=0, losing=0, lag=0, evict=self._evict)
         super().__init__(*args, **more)
-
-    def transfer(self) -> dict[str, Any]:
-        return {
-            "kv_connector": "FakeConnector",
-            "kv_connector_module_path": "connectors.fake",
-            "kv_connector_extra_config": self._extra,
-        }
 
     def new_slots(self, blocks: int) -> Any:
         self._kv = torch.zeros(blocks, BLOCK, dtype=torch.int64)

@@ -91,7 +91,7 @@ class NativeBench(OracleBench):
         self.chunk, blocks = chunk, chunk // BLOCK
         page = CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT
         size = -(-chunk * BYTES_PER_TOKEN // page) * page
-        self._extra = {
+        self.settings = {
             "cpu_bytes_to_use": chunks * size,
             "blocks_per_chunk": blocks,
             "offload_prompt_only": False,
@@ -99,13 +99,6 @@ class NativeBench(OracleBench):
         }
         self.compared = self.loaded_tokens = 0  # answers of `locate`; tokens of all loads
         super().__init__(*args, **more)
-
-    def transfer(self) -> dict[str, Any]:
-        return {
-            "kv_connector": self.connector,
-            "kv_connector_module_path": self.module,
-            "kv_connector_extra_config": self._extra,
-        }
 
     def join(self) -> Any:
         scheduler, connector = self.scheduler, self.scheduler.connector

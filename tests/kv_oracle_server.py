@@ -267,7 +267,7 @@ class ServerBench(OracleBench):
 
     def __init__(self, *args: Any, chunk: int = CHUNK, settings: Any = None, **more: Any) -> None:
         self.lmcache = ServerBench.newest = SpanServer(chunk)
-        self._settings = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", **(settings or {})}
+        self.settings = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", **(settings or {})}
         self._poll_at_s = self._ping_at_s = self.lmcache.now_s
         super().__init__(*args, **more)
 
@@ -279,13 +279,6 @@ class ServerBench(OracleBench):
     @now_s.setter
     def now_s(self, now_s: float) -> None:
         self.lmcache.now_s = now_s
-
-    def transfer(self) -> dict[str, Any]:
-        return {
-            "kv_connector": self.connector,
-            "kv_connector_module_path": self.module,
-            "kv_connector_extra_config": self._settings,
-        }
 
     def join(self) -> Any:
         self.lmcache.slots = self.slots

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from bench import Bench, ModelRunnerOutput, prompt
+from bench import Bench, prompt
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -31,6 +31,7 @@ class GpuBench(Bench):
 
     def attach(self) -> None:
         self.gpu_free_s = 0.0
+        self.step_seconds = lambda _: 0.0
         self.ends_s: dict[int, float] = {}
         rates = self.engine.advisor.rates
         self.ratios: list[float] = []
@@ -40,26 +41,15 @@ class GpuBench(Bench):
             learn(took_s, predicted_s),
         )
 
-    @staticmethod
-    def new_tokens(output: Any) -> int:
-        return sum(n for n in output.num_scheduled_tokens.values() if n > 1)
-
-    def step(self, seconds: float | None = None) -> int:  # noqa: ARG002
-        output = self.scheduler.schedule()
-        ids = list(output.num_scheduled_tokens)
-        sampled = [[] if self.scheduler.requests[i].is_prefill_chunk else [7] for i in ids]
-        runner = ModelRunnerOutput(ids, {turn: n for n, turn in enumerate(ids)}, sampled)
-        new = self.new_tokens(output)
-        began_s = max(self.gpu_free_s, self.now_s)
-        decodes = any(n == 1 for n in output.num_scheduled_tokens.values())
-        self.gpu_free_s = began_s + DECODE_S * decodes + (FIXED_S + TOKEN_S * new) * bool(new)
+    def scheduled(self, output: Any) -> None:
+        counts = output.num_scheduled_tokens.values()
+        new, began_s = sum(n for n in counts if n > 1), max(self.gpu_free_s, self.now_s)
+        self.gpu_free_s = began_s + DECODE_S * (1 in counts) + (FIXED_S + TOKEN_S * new) * bool(new)
         self.ends_s[id(output)] = self.gpu_free_s
-        self._in_flight.append((output, runner))
-        while len(self._in_flight) > (self._ahead if ids else 0):
-            done, answer = self._in_flight.popleft()
-            self.now_s = max(self.now_s, self.ends_s.pop(id(done))) + 1e-4
-            self._deliver(done, answer)
-        return output.total_num_scheduled_tokens
+
+    def _deliver(self, output: Any, runner: Any) -> None:
+        self.now_s = max(self.now_s, self.ends_s.pop(id(output))) + 1e-4
+        super()._deliver(output, runner)
 
 
 @pytest.fixture
