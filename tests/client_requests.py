@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 PARENT, CHILD = "parent", "child"
@@ -135,11 +136,6 @@ def item(number: int, role: str, content: str) -> dict[str, Any]:
     return {"type": "message", "id": f"msg_{number}", "status": "completed", "role": role, "content": [text]}
 
 
-def older_codex(agent: str, turn: int) -> Turn:
-    """Up to 0.130."""
-    return codex(agent, turn, "thread_id", "session_id")
-
-
 OPENCODE = {PARENT: "ses_0f3a9c1d2b4eAbCdEfGhIjKlMn", CHILD: "ses_0f3a9c77aa01NoPqRsTuVwXyZa"}
 
 
@@ -154,11 +150,6 @@ def opencode(agent: str, turn: int, names: tuple[str, ...] = ("x-session-affinit
     return Turn(agent, "/v1/chat/completions", headers, body)
 
 
-def older_opencode(agent: str, turn: int) -> Turn:
-    """Before 1.17."""
-    return opencode(agent, turn, ("x-session-affinity",))
-
-
 def completion(agent: str, turn: int, headers: dict[str, str], **fields: Any) -> Turn:
     body = {"model": "m", "messages": chat(agent, turn), **fields}
     return Turn(agent, "/v1/chat/completions", {"authorization": SECRET, **headers}, body)
@@ -171,33 +162,21 @@ def dynamo(agent: str, turn: int) -> Turn:
     return completion(agent, turn, names | last)
 
 
-def agentic_context(agent: str, turn: int) -> Turn:
-    """A client of vllm-router or agentinfer."""
-    context = {"program_id": f"task-7:{agent}", "task_id": "task-7", "agent_role": agent}
-    context["expected_resume"] = (agent, turn) != (CHILD, 2)
-    return completion(agent, turn, {}, vllm_xargs={"agentic_context": json.dumps(context)})
+def agentic_context(agent: str, turn: int, of_session: bool = False) -> Turn:
+    """A client of vllm-router or agentinfer; some name a session and the agent within it, and no program."""
+    names = {"program_id": f"task-7:{agent}", "task_id": "task-7", "agent_role": agent}
+    if of_session:
+        names = {"session_id": "session-7", "agent_id": agent}
+    context = json.dumps({**names, "expected_resume": (agent, turn) != (CHILD, 2)})
+    return completion(agent, turn, {}, vllm_xargs={"agentic_context": context})
 
 
-def context_of_agents(agent: str, turn: int) -> Turn:
-    """Another that names a session and the agent within it, and no program."""
-    context = {"session_id": "session-7", "agent_id": agent, "expected_resume": (agent, turn) != (CHILD, 2)}
-    return completion(agent, turn, {}, vllm_xargs={"agentic_context": json.dumps(context)})
-
-
-def hint_of(agent: str, turn: int) -> dict[str, Any]:
-    """agentinfer's other form."""
+def agent_hint(agent: str, turn: int, in_xargs: bool = False) -> Turn:
+    """agentinfer's other form. In `vllm_xargs` it is JSON text: vLLM lets no mapping through there."""
     last = (agent, turn) == (CHILD, 2)
-    return {"session_id": f"s-{agent}", "blocks_parent": False, "expected_resume": not last}
-
-
-def agent_hint(agent: str, turn: int) -> Turn:
-    """It in the body."""
-    return completion(agent, turn, {}, agent_hint=hint_of(agent, turn))
-
-
-def agent_hint_in_xargs(agent: str, turn: int) -> Turn:
-    """As JSON text: vLLM lets no mapping through there."""
-    return completion(agent, turn, {}, vllm_xargs={"agent_hint": json.dumps(hint_of(agent, turn))})
+    hint = {"session_id": f"s-{agent}", "blocks_parent": False, "expected_resume": not last}
+    fields = {"vllm_xargs": {"agent_hint": json.dumps(hint)}} if in_xargs else {"agent_hint": hint}
+    return completion(agent, turn, {}, **fields)
 
 
 def cache_key(agent: str, turn: int) -> Turn:
@@ -210,19 +189,13 @@ def harbor(agent: str, turn: int) -> Turn:
     return completion(agent, turn, {"X-Session-ID": f"trial-{agent}"})
 
 
-def conversation(agent: str, turn: int) -> Turn:
+def conversation(agent: str, turn: int, by_id: bool = False) -> Turn:
     """A client of the Responses API that keeps its conversations itself."""
     system, *messages = chat(agent, turn)
     said = [item(number, **message) for number, message in enumerate(messages)]
     body = {"model": "m", "instructions": system["content"], "input": said}
-    body["conversation"] = {"id": f"conv_{agent}"}
+    body["conversation"] = f"conv_{agent}" if by_id else {"id": f"conv_{agent}"}
     return Turn(agent, "/v1/responses", {"authorization": SECRET}, body)
-
-
-def conversation_by_id(agent: str, turn: int) -> Turn:
-    """The same with the id alone."""
-    full = conversation(agent, turn)
-    return Turn(agent, full.path, full.headers, full.body | {"conversation": f"conv_{agent}"})
 
 
 CLIENTS: dict[str, Client] = {
@@ -230,18 +203,18 @@ CLIENTS: dict[str, Client] = {
     "Claude Code, headers stripped": session(claude_code_without_headers, hints=True),
     "Claude Code before 2.1.78": session(older_claude_code, hints=True),
     "Codex": session(codex),
-    "Codex up to 0.130": session(older_codex),
+    "Codex up to 0.130": session(partial(codex, thread="thread_id", root="session_id")),
     "OpenCode": session(opencode),
-    "OpenCode before 1.17": session(older_opencode),
+    "OpenCode before 1.17": session(partial(opencode, names=("x-session-affinity",))),
     "Dynamo's plugins": session(dynamo),
     "agentic_context": session(agentic_context),
-    "agentic_context of a session's agents": session(context_of_agents),
+    "agentic_context of a session's agents": session(partial(agentic_context, of_session=True)),
     "agent_hint": session(agent_hint),
-    "agent_hint in vllm_xargs": session(agent_hint_in_xargs),
+    "agent_hint in vllm_xargs": session(partial(agent_hint, in_xargs=True)),
     "prompt_cache_key": session(cache_key, hints=True),
     "Harbor": session(harbor),
     "conversation": session(conversation),
-    "conversation by its id": session(conversation_by_id),
+    "conversation by its id": session(partial(conversation, by_id=True)),
 }
 ENDS = {  # say which request is a program's last
     *("Dynamo's plugins", "agentic_context", "agentic_context of a session's agents"),

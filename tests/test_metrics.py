@@ -9,9 +9,6 @@ from typing import Any
 
 import prometheus_client
 import pytest
-
-pytest.importorskip("vllm")
-
 from bench import BLOCK, Bench, prompt
 
 from continuum_lmcache.telemetry.events import TurnArrived

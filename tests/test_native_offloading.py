@@ -11,12 +11,11 @@ import pytest
 
 pytest.importorskip("lmcache")
 
-import torch
-from bench import BLOCK, Bench, prompt
+from bench import Bench, prompt
 from kv_oracle_native import CHUNK, CHUNKS, NativeBench
+from layer_kinds import FULL, WINDOW
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from connectors.native.connector import ContinuumOffloadingConnector
@@ -126,15 +125,11 @@ def test_a_store_below_the_cpu_is_refused_as_it_outlives_the_weights(model: Path
 
 def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(model: Path, settings: Any) -> None:
     settings(policy="fcfs")
-    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    window = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=64
-    )
     transfer = {
         "kv_connector": "ContinuumOffloadingConnector",
         "kv_connector_module_path": "connectors.native.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
     }
-    bench = Bench(ContinuumScheduler, model, 60, transfer=transfer, spec=[full, window])
+    bench = Bench(ContinuumScheduler, model, 60, transfer=transfer, spec=[FULL, WINDOW])
     assert not bench.parts.residency.store.capacity_tokens()

@@ -169,9 +169,7 @@ def test_a_server_that_fails_costs_its_own_row_alone(
 
 
 @pytest.mark.real
-def test_a_live_case_runs_on_a_server_of_its_own_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_live_case_runs_on_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.server.script", lambda *_: FORKING)
     case = Live("static-ttl", programs=2, jps=2.0, seed=1, workload="bfcl", dram_gb=0.1, ssd_gb=0.2)
     rows = Rows(tmp_path / "rows.csv", LIVE)
@@ -181,9 +179,6 @@ def test_a_live_case_runs_on_a_server_of_its_own_and_once(
     assert int(row["gpu_tokens"]) > 0, "no turn found its program's prefix"
     assert int(row["pins_taken"]) > 0
     assert float(row["job_p95_s"]) >= float(row["job_p50_s"]) > 0
-    before = rows.path.read_text()
-    complete(Rows(rows.path, LIVE), [case], jobs=1, quiet=True)
-    assert rows.path.read_text() == before
 
 
 def test_over_lmcaches_server_a_disk_s_loads_have_room_in_l1_beside_the_case_s_dram() -> None:

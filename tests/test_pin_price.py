@@ -122,7 +122,6 @@ def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
 def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until 2026-11-24 it got a second, for which the turn waited."""
     [pin] = bench.engine.pins.pinned.values()
     moment = replace(pin.retention, ttl_s=0.01)
     monkeypatch.setattr(bench.engine.advisor, "retain", lambda *_: moment)

@@ -71,13 +71,6 @@ def test_a_turn_that_runs_already_prolongs_no_pin() -> None:
     assert tables.pins.next_deadline_s() == 3.0 and tables.pins.due(3.0) == [P]
 
 
-def test_the_budget_refuses_and_counts() -> None:
-    tables = Tables(5, 5)
-    paused(tables, P, 0.0, ttl_s=2)
-    paused(tables, Q, 1.0, ttl_s=2)
-    assert list(tables.pins.pinned) == [P] and tables.pins.refused == {"budget": 1}
-
-
 def test_victims_are_the_latest_programs() -> None:
     tables = Tables(99, 99)
     for at_s, program in enumerate("abc"):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("vllm")
-
 from pathlib import Path
 
+import pytest
 from bench import Bench
 from prometheus_client import REGISTRY
 
@@ -27,28 +24,15 @@ def gauge(name: str, **labels: str) -> float:
     return value
 
 
-def show(bench: Bench) -> None:
-    """Have the engine's figures of rates on the metrics page."""
-    rates = {key: found for key, found in totals_of(bench.parts).items() if key.startswith(RATES)}
-    observe(rates, ENGINE)
-
-
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed(model: Path) -> None:
-    bench = Bench(ContinuumScheduler, model)
-    costs = bench.engine.advisor.rates.costs
-    show(bench)
-    assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")] == [0] * 3
-    assert gauge("continuum_tier_bytes_per_second", tier="dram") == costs.dram.bytes_per_s
-    assert gauge("continuum_prefill_seconds_per_token") == costs.prefill.per_token_s
-
-
-def test_measurements_move_the_rates_and_their_samples_together(model: Path) -> None:
     bench = Bench(ContinuumScheduler, model)
     rates = bench.engine.advisor.rates
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, 1000, 10**9, 10.0))
     rates.observe_prefill(took_s=1.0, predicted_s=0.5)
-    show(bench)
+    observe({key: found for key, found in totals_of(bench.parts).items() if key.startswith(RATES)}, ENGINE)
     samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")}
     assert samples == {"prefill": 1, "dram": 0, "ssd": 5}
+    assert gauge("continuum_tier_bytes_per_second", tier="dram") == rates.costs.dram.bytes_per_s
     assert gauge("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
+    assert gauge("continuum_prefill_seconds_per_token") == rates.costs.prefill.per_token_s

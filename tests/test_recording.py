@@ -53,30 +53,10 @@ def test_a_flush_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> 
     assert list(written.parent.iterdir()) == [written]
 
 
-def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
-    for rank in range(3):
-        recorder = EventRecorder(0.0)
-        recording = files(tmp_path, recorder, rank)
-        turns(recorder, rank + 1)
-        recording.save()
-    names = [f"scheduler_timestamps{rank}" for rank in ("", "_dp1", "_dp2")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert len(json.loads((tmp_path / "scheduler_timestamps_dp2").read_text())) == 1 + 3
-
-
 def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run_output_dir \(or RUN_OUTPUT_DIR\)"):
         recording_path(tmp_path / "file" / "run")
-
-
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    recorder = EventRecorder(0.0)
-    recording = files(tmp_path / "run", recorder)
-    (tmp_path / "run").rmdir()
-    turns(recorder, 10)
-    recording.save()
-    assert len(json.loads((tmp_path / "run" / "scheduler_timestamps").read_text())) == 1 + 10
 
 
 def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(

@@ -141,7 +141,6 @@ def test_no_client_can_write_into_the_page(page: Path) -> None:
 
 
 def test_the_command_writes_the_page_and_says_what_ran(command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
     out = tmp_path / "out.html"
     ran = command("report", written(tmp_path, story().recorder), "--out", out)
     assert ran.status == 0 and str(out) in ran.out and "3 programs with 4 turns" in ran.out
@@ -178,7 +177,6 @@ def test_one_program_is_explained_by_its_events_and_decisions(command: Command, 
 
 
 def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
     (tmp_path / "empty").mkdir()
     assert "no recording here" in command.refused("report", tmp_path / "empty")
     assert "no recording here" in command.refused("report", tmp_path / "none")

@@ -10,12 +10,11 @@ from typing import Any
 
 import mistral_common
 import pytest
-import torch
 from bench import BLOCK, Bench, prompt
+from layer_kinds import WINDOW
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
@@ -98,16 +97,6 @@ def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passe
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
     assert bench.parts.residency.prompt_tokens["gpu"] == found_blocks * BLOCK
     assert outcomes(bench) == ({"reused": 1} if found_blocks else {})
-
-
-def test_a_pin_that_is_not_due_wakes_nobody(make: Make) -> None:
-    bench = make()
-    bench.turn("p", prompt(64))
-    assert not bench.scheduler.has_requests()
-    bench.now_s += 8.1
-    assert bench.scheduler.has_requests()
-    assert bench.step() == 0
-    assert not bench.scheduler.has_requests()
 
 
 def test_reset_prefix_cache_drops_all_pins_and_a_second_one_does_not_swallow_the_report(make: Make) -> None:
@@ -388,10 +377,7 @@ def test_where_all_layers_have_windows_a_prompt_longer_than_the_cache_takes_pins
     model: Path, settings: Any
 ) -> None:
     settings(static_ttl_s=300)
-    windows = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=64
-    )
-    bench = Bench(ContinuumScheduler, model, 24, 64, spec=windows)
+    bench = Bench(ContinuumScheduler, model, 24, 64, spec=WINDOW)
     for i in range(6):
         bench.turn(f"p{i}", prompt(60, i))
     began_s = bench.now_s
@@ -579,16 +565,19 @@ def test_a_turn_sent_again_after_its_client_left_goes_on_with_its_program(
     assert program.turns == 4
 
 
-def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(make: Make) -> None:
-    """vLLM sends one request of one token for each beam and token."""
+@pytest.mark.parametrize("fields", [{}, {"session_id": "session"}], ids=["nothing", "a session"])
+def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(
+    make: Make, fields: dict[str, str]
+) -> None:
+    """vLLM sends one request of one token for each beam and token, all with the search's session id."""
     bench = make(blocks=60)
     beams: list[list[int]] = [[]]
     for _ in range(20):
         for beam in beams:
-            bench.send(None, prompt(64, 1) + beam)
+            bench.send(None, prompt(64, 1) + beam, **fields)
         bench.run_until_idle()
         beams = [beams[i % len(beams)] + [200 + i if i else 7] for i in range(4)]
-    assert not bench.engine.programs.records
+    assert not bench.engine.programs.records and not bench.engine.pins.taken
     assert bench.engine.advisor.gaps.exact(()).n == 0
 
 

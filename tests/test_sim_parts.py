@@ -124,6 +124,3 @@ def test_stream_names_agree_exactly_where_a_hash_over_the_prefix_does() -> None:
             by_hash = [a == b for a, b in zip(chunk_names(one, 8), chunk_names(other, 8), strict=False)]
             assert by_stream == by_hash
     assert prompts[0][:30] == [SYSTEM] * 30
-
-
-# workloads

@@ -87,17 +87,6 @@ def test_of_the_answers_to_one_prompt_one_is_the_programs_turn(make: Any) -> Non
     assert list(bench.engine.pins.pinned) == ["agent"]
 
 
-def test_beams_under_a_session_id_are_no_turns(make: Any) -> None:
-    """vLLM gives each beam's request of one token the search's session id."""
-    bench = make(60)
-    for token in range(20):
-        for beam in range(4):
-            bench.send(None, prompt(64, 1) + [200 + beam] * token, session_id="session")
-        bench.run_until_idle()
-    assert not bench.engine.programs.records and not bench.engine.pins.taken
-    assert bench.engine.advisor.gaps.exact(()).n == 0
-
-
 def test_conversations_that_share_a_name_are_told_apart_by_their_prompts(make: Any) -> None:
     bench = make(60)
     bench.send("everybody", prompt(20, 9), out=200)

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.figures import OTHER, OURS, STOCK, draw_job_times, plt
 from experiments.summary import figures
-from experiments.tables import RATIO, SummaryError, comparison, load, main
+from experiments.tables import RATIO, SummaryError, load, main
 
 
 def summary(label, seed, jobs, **changes):
@@ -40,22 +40,7 @@ def runs(tmp_path):
     paths = [tmp_path / f"{i}.json" for i in range(len(every))]
     for path, content in zip(paths, every, strict=True):
         path.write_text(json.dumps(content))
-    return load(paths)
-
-
-def row(rows, name):
-    return next(cells[1:] for cells in rows if cells[0] == name)
-
-
-def test_a_cell_is_the_median_and_the_range_over_the_seeds(runs):
-    rows = comparison(runs)
-    assert rows[0] == ["", "fcfs", "continuum"]
-    assert row(rows, "job time mean, s") == ["6 (2..9)", "3.5 (3..4)"]
-
-
-def test_the_ratio_is_paired_by_seed_and_not_by_order(runs):
-    # seed 1: 6 / 3, seed 2: 2 / 4; seed 3 has no partner
-    assert row(comparison(runs), RATIO) == ["1 (1..1)", "1.25 (0.500..2)"]
+    return paths
 
 
 def test_a_curve_of_programs_that_were_cut_off_ends_below_one():
@@ -77,11 +62,14 @@ def test_a_file_that_is_no_summary_is_named(tmp_path, content):
         load([path])
 
 
-def test_the_command_prints_markdown_with_a_caption(runs, tmp_path, capsys):
-    del runs  # they lie in tmp_path
-    paths = sorted(tmp_path.glob("*.json"))
+def test_a_cell_is_the_median_and_the_range_over_the_seeds_and_the_ratio_is_paired_by_seed(
+    runs, tmp_path, capsys
+):
+    """Seed 1: 6 / 3, seed 2: 2 / 4; seed 3 has no partner."""
+    paths = sorted(runs)
     main(paths, as_markdown=True, table=tmp_path / "t.csv", figure=tmp_path / "f")
     said = capsys.readouterr().out
     assert said.startswith("w: 1 programs, 0.5 a second, gaps x 1; w: 2 programs")
     assert "| job time mean, s | 6 (2..9) | 3.5 (3..4) |" in said
+    assert f"| {RATIO} | 1 (1..1) | 1.25 (0.500..2) |" in said
     assert (tmp_path / "t.csv").exists() and (tmp_path / "f.svg").exists()

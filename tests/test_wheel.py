@@ -76,11 +76,6 @@ def test_the_wheel_holds_the_core_the_plugin_and_the_connectors_and_no_experimen
         assert f"continuum_lmcache/{module}" in wheel.namelist()
 
 
-def test_vllm_finds_the_plugin_by_its_entry_point(wheel: zipfile.ZipFile) -> None:
-    text = wheel.read(next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))).decode()
-    assert "[vllm.general_plugins]\ncontinuum = continuum_lmcache.vllm_plugin:register" in text
-
-
 def test_the_console_script_is_there(wheel: zipfile.ZipFile) -> None:
     text = wheel.read(next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))).decode()
     assert "[console_scripts]\ncontinuum-lmcache = continuum_lmcache.console.app:main" in text
