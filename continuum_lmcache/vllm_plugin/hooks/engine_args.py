@@ -173,7 +173,8 @@ def adopt(config: VllmConfig) -> None:
         # at 0 vLLM kills the engine before it can write, and LMCache's server before it frees its memory
         config.shutdown_timeout = CLOSE_TIMEOUT_S
     request_fields.install()
-    prometheus.install(settings.policy)
+    prometheus.install()
+    prometheus.observe({"policy_info": {settings.policy: 1.0}}, engine=0)  # before the first request
     data_parallel.install(SCHEDULERS)
     check_version(version("vllm"))
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)

@@ -124,11 +124,10 @@ def metrics() -> dict[str, Counter | Gauge | Histogram]:
     }
 
 
-def install(policy: str) -> None:
-    """Make this API server read our metrics, and name the policy before the first request."""
+def install() -> None:
+    """Make this API server read our metrics; a second call changes nothing."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    observe({"policy_info": {policy: 1.0}}, engine=0)
     stock = StatLoggerManager.record
 
     @wrapping.hook(StatLoggerManager)
