@@ -75,12 +75,8 @@ class MpServer:
             [
                 *("--host", "127.0.0.1", "--port", str(self.port), "--chunk-size", str(CHUNK)),
                 *("--l1-size-gb", str(size_gib), "--eviction-policy", "LRU"),
-                *(
-                    "--eviction-trigger-watermark",
-                    str(watermark),
-                    "--supported-transfer-mode",
-                    "engine_driven",
-                ),
+                *("--eviction-trigger-watermark", str(watermark)),
+                *("--supported-transfer-mode", "engine_driven"),
                 *("--shm-name", f"continuum-{os.getpid()}-{self.port}"),
                 *("--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"),
                 *("--server-module", json.dumps({"module_path": MODULE})),

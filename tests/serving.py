@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from unittest import mock
 
 import forking_vllm
 import httpx
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import PATIENCE_S, wait_for
 
@@ -92,6 +94,16 @@ class Server:
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """Its processes that schedule."""
+        return [p for p in server.processes(self.url) if "EngineCore" in " ".join(p.cmdline())]
+
+    def ask_for_files(self) -> None:
+        """Have the engines write their recordings."""
+        for engine in self.engines:
+            engine.send_signal(signal.SIGUSR1)
 
     def pins(self, outcome: str) -> float:
         return self.metric("continuum_pins_total", outcome=outcome)

@@ -197,10 +197,7 @@ class Machine(RuleBasedStateMachine):
 def test_no_order_of_events_unbalances_the_books(
     model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
-        monkeypatch.delenv(name)
-    for name, value in SETTINGS.items():
-        monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
+    request.getfixturevalue("settings")(**SETTINGS)
     monkeypatch.setattr(engine, "MOST_PROGRAMS", 6)
     Machine.model = model
     logging.getLogger("vllm").setLevel(logging.ERROR)

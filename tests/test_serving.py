@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anthropic
 import httpx
@@ -294,15 +293,13 @@ def test_a_bad_field_gets_400_with_a_sentence(
 # operation -------------------------------------------------------------------
 
 
-def test_reset_prefix_cache_with_pins_held(continuum: Continuum) -> None:
-    before = continuum.pins("reset")
-    continuum.complete(ids(5 * BLOCK, 60), job_id="reset")
-    assert HTTP.post(f"{continuum.url}/reset_prefix_cache").status_code == 200
-    continuum.usage_becomes(0.0)
-    wait_for(lambda: continuum.pins("reset") > before, "its pin ended by the reset", every_s=0.1)
-
-
 def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Continuum) -> None:
+    [engine] = continuum.engines
+
+    def engine_cpu_s() -> float:
+        times = engine.cpu_times()
+        return times.user + times.system
+
     for _ in range(5):
         continuum.complete(ids(5 * BLOCK, 61), job_id="idle")
         before_s = engine_cpu_s()
@@ -346,21 +343,6 @@ def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(conti
     assert continuum.metric("continuum_tier_capacity_tokens", tier="dram") >= 30_000
     assert continuum.metric("continuum_policy_info", policy="static-ttl") == 1
     assert continuum.metric("continuum_gpu_capacity_tokens") == pytest.approx(BLOCKS * BLOCK, rel=0.05)
-
-
-def engine_cpu_s() -> float:
-    """CPU time of the engine processes that these tests started."""
-    times = [t for t in map(engine_times, psutil.Process().children(recursive=True)) if t is not None]
-    assert times, "no engine process found"
-    return sum(t.user + t.system for t in times)
-
-
-def engine_times(process: psutil.Process) -> Any:
-    """CPU times of a live engine process; None for any other, and for a dying one of an earlier test."""
-    try:
-        return process.cpu_times() if "EngineCore" in " ".join(process.cmdline()) else None
-    except psutil.NoSuchProcess:  # a zombie too
-        return None
 
 
 # the console ------------------------------------------------------------------
@@ -430,7 +412,7 @@ def recorded(continuum: Continuum, wanted: str) -> list[str]:
     """The run's recording, requested until it has `wanted`."""
     end_s = time.monotonic() + PATIENCE_S
     while True:
-        ask_for_files(continuum)
+        continuum.ask_for_files()
         time.sleep(0.2)
         texts = [path.read_text() for path in continuum.run.iterdir() if path.suffix != ".tmp"]
         if len(texts) == 1 and wanted in texts[0]:
@@ -438,15 +420,9 @@ def recorded(continuum: Continuum, wanted: str) -> list[str]:
         assert time.monotonic() < end_s, f"{wanted!r} is not in {[*continuum.run.iterdir()]}"
 
 
-def ask_for_files(continuum: Continuum) -> None:
-    for process in processes(continuum.url):
-        if "EngineCore" in " ".join(process.cmdline()):
-            process.send_signal(signal.SIGUSR1)
-
-
 def test_a_recorders_folder_that_vanishes_is_made_again(continuum: Continuum) -> None:
     shutil.rmtree(continuum.run)
-    ask_for_files(continuum)
+    continuum.ask_for_files()
     wait_for(continuum.run.exists, "the folder is there again", every_s=0.1)
     continuum.complete(ids(2 * BLOCK, 90), job_id="unseen")
     assert recorded(continuum, "Request_departure_time")

@@ -5,7 +5,6 @@ One server. Each request has a connection of its own, so that either front-end m
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -51,9 +50,7 @@ class Pair(Server):
         paths = [self.folder / "run" / f"scheduler_timestamps{rank}" for rank in ("", "_dp1")]
         for path in paths:
             path.unlink(missing_ok=True)
-        for process in processes(self.url):
-            if "EngineCore" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGUSR1)
+        self.ask_for_files()
         wait_for(lambda: all(path.exists() for path in paths), "recordings after SIGUSR1", every_s=0.05)
         return "".join(path.read_text() for path in paths)
 
