@@ -40,7 +40,7 @@ from experiments.sweep.cases import Case, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
-from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, table
+from experiments.sweep.readout import by_seed, caption, figures_by_case, found, table
 from experiments.sweep.rows import LIVE, Rows
 from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain, write_lines
@@ -152,18 +152,13 @@ def sweep(
         lines, path = table(plan, pairs), out / f"{name}-{suffix}"
         console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
         text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
-        text += seed_by_seed(plan, pairs) if plan.by_seed else ""
+        if plan.by_seed:
+            first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
+            text += f"\n## By seed: {first} / {last}\n\n{markdown(by_seed(plan, pairs))}\n"
         path.with_suffix(".md").write_text(text)
         if pairs:
             write_lines(figures_by_case(plan, pairs), path.with_suffix(".csv"))
             draw(plan, pairs, path)
-
-
-def seed_by_seed(plan: Plan, pairs: Found) -> str:
-    """Each seed's figures, and the cases in which others are faster."""
-    first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
-    head = f"\n## By seed: {first} / {last}\n\n{markdown(by_seed(plan, pairs))}\n"
-    return f"{head}\n## Where others are ahead of {plan.baseline}\n\n{markdown(ahead(plan, pairs))}\n"
 
 
 def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> list[Case]:

@@ -113,9 +113,7 @@ def figures(turns: Iterable[SessionTurn], sessions: int, start_s: float, end_s: 
     rate = 1 / (end_s - start_s)
     output = [(t, t.tokens_between(start_s, end_s)) for t in turns]
     first = dict(zip(("p50", "p90", "p99"), np.percentile(waits_s, (50, 90, 99)).tolist(), strict=True))
-    paces_s = [
-        (t.last_s - t.first_s) / (t.tokens - 1) for t in counted if t.tokens > 1 and t.first_s and t.last_s
-    ]
+    paces_s = [pace_s for t in counted if (pace_s := t.pace_s) is not None]
     ended, late = programs_in_time(turns, start_s, end_s)
     return {
         "tokens_per_s": rate * sum(tokens for _, tokens in output),

@@ -142,7 +142,7 @@ def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_a
     tmp_path: Path,
 ) -> None:
     case = Live(STOCK, programs=3, jps=2.0, seed=1)
-    row = Rows(tmp_path / "live.csv", LIVE).add(case, {"job_mean_s": 1.0, "others_cores": 0.1})
+    row = Rows(tmp_path / "live.csv", LIVE).add(case, {"job_mean_s": 1.0, "probe_s": 0.1})
     assert row["measured_on"] == conditions.machine() and "lmcache" in row["versions"] and row["ended"]
     assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == []
     text = (tmp_path / "live.csv").read_text()

@@ -40,7 +40,6 @@ SETUPS = {
     "program-fcfs": replace(SMALL, policy="program-fcfs"),
     "continuum": replace(SMALL, policy="continuum"),
     "continuum, DRAM": replace(SMALL, policy="continuum", tiers=DRAM),
-    "continuum, vLLM's offloading": replace(SMALL, policy="continuum", tiers=DRAM, native=True),
     "static-ttl, DRAM": replace(SMALL, policy="static-ttl", tiers=DRAM),
     "continuum, async scheduler": replace(SMALL, policy="continuum", tiers=DRAM, async_scheduling=True),
     "merged decode": replace(SMALL, policy="continuum", tiers=DRAM, merge_steps=8),

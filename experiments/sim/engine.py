@@ -18,16 +18,14 @@ from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from connectors.fake.scheduler_side import FakeMetadata, LoadJob
 from continuum_lmcache.errors import InvariantError, TraceError
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Tier
-from experiments.sim import native
 from experiments.sim.agents import Agents
 from experiments.sim.clock import Timetable, VirtualClock, virtual_time
 from experiments.sim.peers import timed_modules
@@ -95,7 +93,6 @@ class Engine:
         self.poked = False  # since it was last asked to schedule
         self.gpu_free_s = 0.0
         self.loaded: set[str] = set()  # loads that are over, not yet reported
-        self.copies = native.copies_of(setup, timetable)
         self.ahead: dict[str, int] = {}  # tokens taken in a merged step, still to be scheduled
         self.steps = self.scheduled_tokens = self.preemptions = 0
         self.busy_s = 0.0
@@ -125,7 +122,7 @@ class Engine:
         """When it acts next, if there is no event before."""
         if self.under_way:
             return self.under_way[0].done_s
-        if self.poked or self.loaded or self.copies.ended.completed_jobs:
+        if self.poked or self.loaded:
             return -math.inf
         return self._due_s
 
@@ -157,8 +154,8 @@ class Engine:
         if merged > 1:
             sampled = dict.fromkeys(sampled, merged)
             self.ahead = dict.fromkeys(sampled, merged - 1)
-        begins_s = self._start_loads(output.kv_connector_metadata)
-        self.gpu_free_s = max(begins_s, self.gpu_free_s) + forward_s
+        self._start_loads(output.kv_connector_metadata)
+        self.gpu_free_s = max(self.clock.now_s, self.gpu_free_s) + forward_s
         self.busy_s += forward_s
         self.steps += merged
         self.scheduled_tokens += sum(new for new, _ in batch) * merged
@@ -179,14 +176,11 @@ class Engine:
     def _seconds(self, batch: Sequence[tuple[int, int]]) -> float:
         return self.setup.machine.seconds(batch) / self.speed
 
-    def _start_loads(self, meta: KVConnectorMetadata | None) -> float:
-        """Start the loads of a step. They run beside it. Returns when it may begin."""
-        if isinstance(meta, OffloadingConnectorMetadata):
-            return self.copies.start(self.clock.now_s, meta, self.loaded.add)
+    def _start_loads(self, meta: KVConnectorMetadata | None) -> None:
+        """Start the loads of a step. They run beside it."""
         for job in meta.loads if isinstance(meta, FakeMetadata) else ():
             self._note_tiers(job)
             self.timetable.at(self.clock.now_s + job.duration_s, partial(self.loaded.add, job.request_id))
-        return self.clock.now_s
 
     def _note_tiers(self, job: LoadJob) -> None:
         """A turn's tokens by source are those of its first load: a preempted one loads again."""
@@ -204,7 +198,7 @@ class Engine:
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=[self.agents.answer(i, sampled[i]) for i in ids],
-            kv_connector_output=self.copies.output(loaded),
+            kv_connector_output=KVConnectorOutput(finished_recving=loaded) if loaded else None,
         )
         for outputs in self.scheduler.update_from_output(output, ran).values():
             for said in outputs.outputs:

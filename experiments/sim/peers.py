@@ -4,7 +4,6 @@ agentinfer is the package itself, over vLLM's scheduler, with the simulator's cl
 in Rust: its rules here are those of its documentation (docs/program_scheduling.md of vllm-project/router), as
 differences from agentinfer's, which has the same design. Left out: the rule that a program yields once
 after 14 rounds, and the time that the additional process adds to each request.
-michiLXY03's rules are our policy without our additions.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -21,19 +20,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention.policies import PUBLISHED, Policy
-from continuum_lmcache.retention.queue_order import pinned_first
-from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
-from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.peers import settings
 from experiments.peers.install import ENGINE, missing
-from experiments.policies import registered
-from experiments.sweep.cases import MICHI, PEERS, ROUTER_WARM, ROUTERS, SweepError
-from experiments.workload import Program
+from experiments.sweep.cases import PEERS, ROUTER_WARM, ROUTERS, SweepError
 
 if TYPE_CHECKING:
     from experiments.sim.step_time import Machine
@@ -73,8 +62,6 @@ def engine_config(policy: str, machine: Machine) -> dict[str, Any]:
 
 def scheduler_class(policy: str) -> type[Scheduler]:
     """The contender's scheduler, after `timed_modules`."""
-    if policy == MICHI:
-        return Unguarded
     from agentinfer.agentcache.core.scheduler import AgentCacheSyncSchedulerBridge as Bridge
 
     class Embedded(Bridge):  # type: ignore[misc]
@@ -177,40 +164,3 @@ def _routed(base: type[Any], policy: str) -> type[Any]:
             return super().schedule(*args, **kwargs)
 
     return Routed
-
-
-class Unguarded(ContinuumScheduler):
-    """Our scheduler with michiLXY03's rules: pins are released for a head that nothing else can place.
-
-    A running request that lacks a block preempts another while pins stay, as vLLM alone would.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        reclaimer = self._reclaimer
-        reclaimer.may_run_short = lambda: False  # type: ignore[method-assign]
-        reclaimer._pins_of_later_waiting_programs = lambda _: []  # type: ignore[method-assign]
-
-
-def michi(
-    turn: FinishedTurn, gaps: ToolDurations, costs: CostModel, load: EngineLoad, config: ContinuumConfig
-) -> Retention:
-    """Eq. 2 as vllm-continuum-plugin 0.2.0 (github.com/michiLXY03) solves it, by its documentation.
-
-    PrefillReload is that of the whole context, also of what the GPU still holds, with one linear cost for all
-    tiers: it does not distinguish disk and DRAM.
-    """
-    seen, where = gaps.distribution(turn.tool), turn.residency
-    below = where.dram_tokens + where.ssd_tokens
-    reload_s = costs.prefill_s(turn.context_tokens)
-    if below:
-        reload_s = min(reload_s, costs.dram.seconds(turn.context_tokens * costs.kv_bytes_per_token))
-    benefit_s = load.queue_delay_s * (1.0 if seen.level == "cold" else load.eta) + reload_s
-    return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
-
-
-@contextmanager
-def michi_of(_programs: Sequence[Program]) -> Iterator[None]:
-    """Within the block, MICHI is a policy's name."""
-    with registered(MICHI, Policy(michi, pinned_first, PUBLISHED)):
-        yield

@@ -28,7 +28,7 @@ from experiments.sim.clock import VirtualClock
 from experiments.sim.patience import Patience
 from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.streams import stream_names
-from experiments.sweep.cases import MICHI, PEERS
+from experiments.sweep.cases import PEERS
 
 STOCK = "stock"
 VALUE_BYTES = 2  # the simulator's model keeps its KV in bfloat16
@@ -52,7 +52,6 @@ class Setup:
     max_seqs: int = 256
     block_tokens: int = 64  # 16 is vLLM's default, 2.6 times slower here, and 0.5 % different
     shared_tokens: int = 2048  # a system prompt that all programs begin with
-    native: bool = False  # DRAM is vLLM's own offloading; no disk
     async_scheduling: bool = False
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
@@ -95,7 +94,7 @@ def _scheduler_class(setup: Setup, clock: VirtualClock) -> type[Scheduler]:
         else (Scheduler, ContinuumScheduler)
     )
     base = stock if setup.policy == STOCK else ours
-    if setup.policy in (*PEERS, MICHI):
+    if setup.policy in PEERS:
         base = peers.scheduler_class(setup.policy)
     bases = (base, Patience) if base is not Scheduler else (Patience,)
     return type(
@@ -137,7 +136,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     tiers: dict[str, Any] = {"dram_gb": 0.0}
     if setup.tiers is not None:
         tiers = {**rates(setup.machine), **setup.tiers}
-    extra = {f"fake.{key}": value for key, value in tiers.items() if key != "store_gbps"}  # native's alone
+    extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
         data = setup.machine.policy_profile(chunk_tokens, ssd_gbps)
@@ -145,14 +144,9 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
         profile.write_text(yaml.safe_dump(data))
         settings = {"policy": policies.setting(setup.policy), "profile": str(profile), **setup.continuum}
         extra |= {f"continuum.{key}": value for key, value in settings.items()}
-    connector, module = LabConnector.__name__, LabConnector.__module__
-    if setup.native:
-        connector, module = "LabOffloading", "experiments.sim.native"
-        extra["cpu_bytes_to_use"], extra["offload_prompt_only"] = tiers["dram_gb"] * 2**30, False
-        extra["blocks_per_chunk"] = tiers.get("chunk_tokens", 256) // setup.block_tokens
     return KVTransferConfig(
-        kv_connector=connector,
-        kv_connector_module_path=module,
+        kv_connector=LabConnector.__name__,
+        kv_connector_module_path=LabConnector.__module__,
         kv_role="kv_both",
         kv_connector_extra_config=extra,
     )
@@ -163,7 +157,6 @@ def rates(machine: Machine) -> dict[str, Any]:
     costs = machine.costs
     links = {
         "load_gbps": costs.dram,
-        "store_gbps": machine.dram_store,
         "ssd_load_gbps": costs.ssd,
         "ssd_store_gbps": machine.ssd_store,
     }

@@ -14,7 +14,6 @@ ROUTER_WARM = "vllm-router-warm"  # its statistics fill within a run
 ROUTERS = (ROUTER, ROUTER_WARM)
 AGENTINFER = "agentinfer"
 PEERS = (*ROUTERS, AGENTINFER)
-MICHI = "michilxy03"  # its rules, in the simulator alone
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
 
 
@@ -34,7 +33,6 @@ class Point:
     machine: str = "a100"  # a key of step_time.MACHINES
     dram_gb: float = 0.0
     ssd_gb: float = 0.0
-    link_gbps: float | None = None  # None: the machine's
     ssd_gbps: float | None = None  # reads; None: the simulator's drive
     step_tokens: int = 2048
     max_seqs: int = 256

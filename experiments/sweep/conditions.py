@@ -1,8 +1,7 @@
-"""The conditions of a measurement: machine, versions, commit, speed, and the load by other processes."""
+"""The conditions of a measurement: machine, versions, commit and speed."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import platform
@@ -14,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from experiments.server import fast_dtype
 
@@ -64,8 +62,7 @@ def when() -> str:
 def probe_s() -> float:
     """Seconds of a fixed piece of work on one core: products in its cache, and passes through memory.
 
-    A virtual machine's speed changes within minutes; the time that its host took away is a part of that
-    (`OtherLoad`). Two rows whose probes differ by a fifth do not compare.
+    A virtual machine's speed changes within minutes. Two rows whose probes differ by a fifth do not compare.
     """
     small, large = np.ones((64, 64), np.float32), np.ones(2**24, np.float32)  # numpy has one thread for these
     best_s = math.inf
@@ -77,34 +74,3 @@ def probe_s() -> float:
             np.add(large, 1.0, out=large)
         best_s = min(best_s, time.perf_counter() - began_s)
     return best_s
-
-
-class OtherLoad:
-    """The load of all others from now on: about 0 on a quiet machine.
-
-    Ours are this process and its descendants, which must be the same at the call of `figures`.
-    """
-
-    def __init__(self) -> None:
-        self._others_s, self._stolen_s, self._began_s = others_cpu_s(), stolen_cpu_s(), time.monotonic()
-
-    def figures(self) -> dict[str, float]:
-        """The mean number of cores that other processes used, and other virtual machines of the host."""
-        passed_s = time.monotonic() - self._began_s
-        others_s, stolen_s = others_cpu_s() - self._others_s, stolen_cpu_s() - self._stolen_s
-        return {"others_cores": max(0.0, others_s) / passed_s, "stolen_cores": stolen_s / passed_s}
-
-
-def others_cpu_s() -> float:
-    """Seconds of all cores since the machine's start, less ours."""
-    every, me, ours_s = psutil.cpu_times(), psutil.Process(), 0.0
-    for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            spent = process.cpu_times()
-            ours_s += spent.user + spent.system
-    return float(every.user + every.nice + every.system - ours_s)
-
-
-def stolen_cpu_s() -> float:
-    """Seconds of all cores, since the start, in which the host ran other machines; 0 where unknown."""
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))

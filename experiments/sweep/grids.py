@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import product
 
 from experiments.sim.trace_programs import FITTED
-from experiments.sweep.cases import AGENTINFER, ENDLESS, MICHI, ROUTERS, STOCK, Case, Point
+from experiments.sweep.cases import AGENTINFER, ENDLESS, ROUTERS, STOCK, Case, Point
 
 
 class Size(Enum):
@@ -25,11 +25,11 @@ class Size(Enum):
 
 
 CONTENDERS = (
-    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "three-way"),
+    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl"),
     *("continuum-published", "continuum"),
     ENDLESS,
 )
-PEER_CONTENDERS = (STOCK, MICHI, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
+PEER_CONTENDERS = (STOCK, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
 FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
 ABLATION = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "no-pins", "continuum")
 DRAM_GB = 100.0  # the paper's, for an A100

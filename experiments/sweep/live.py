@@ -24,7 +24,7 @@ from experiments.server import fast_dtype, serve
 from experiments.sim.fitted_programs import shapes
 from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
-from experiments.sweep.conditions import OtherLoad, probe_s
+from experiments.sweep.conditions import probe_s
 from experiments.table1 import GENERATORS
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model, profile_here
 
@@ -113,12 +113,11 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
                 peers.router(case.contender, machine.profile, capacity_tokens, engine, log)
             )
         start_s, before_s = time.monotonic() - began_s, probe_s()
-        others = OtherLoad()
         summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
-        load, after_s = others.figures(), probe_s()
+        after_s = probe_s()
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    machine_then = {"start_s": start_s, "probe_s": (before_s + after_s) / 2} | load
+    machine_then = {"start_s": start_s, "probe_s": (before_s + after_s) / 2}
     return figures(summary, summary["job_times_s"]) | machine_then
 
 

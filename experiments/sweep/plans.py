@@ -41,7 +41,7 @@ class Plan:
     baseline: str = STOCK  # the label that ratios are taken to
     shows: tuple[str, ...] = ("job_mean_s",)  # keys of WORDS
     drawn: tuple[str, ...] = ()  # of these; none: all
-    by_seed: bool = False  # also seed by seed, and where others are ahead of the baseline
+    by_seed: bool = False  # also seed by seed
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # unless others are asked for
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import mean
 
 from experiments.sweep.cases import Case, Live, Point, inputs
 from experiments.sweep.plans import WORDS, Plan
@@ -60,28 +59,9 @@ def by_seed(plan: Plan, pairs: Found) -> list[list[str]]:
     return lines
 
 
-def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
-    """A header, then a line per case below the baseline in a seed, by the plan's first and last figure."""
-    lines = [["", "", "", f"its mean, {plan.baseline}'s", "over all seeds", "ahead in", "there by at most"]]
-    for figure in (plan.shows[0], plan.shows[-1]):
-        for panel, labels in panels(plan, pairs, figure).items():
-            ours = labels.get(plan.baseline, {})
-            for label, theirs in labels.items():
-                seeds = ours.keys() & theirs.keys()
-                won = [1 - theirs[seed] / ours[seed] for seed in seeds if theirs[seed] < ours[seed]]
-                if not won:
-                    continue
-                mine, other = (mean(of[seed] for seed in seeds) for of in (ours, theirs))
-                share = f"{100 * abs(1 - other / mine):.1f} % {'ahead' if other < mine else 'behind'}"
-                means = f"{shown(other)}, {shown(mine)}"
-                cells = [means, share, f"{len(won)} of {len(seeds)}", f"{100 * max(won):.1f} %"]
-                lines.append([WORDS[figure], panel, label, *cells])
-    return lines
-
-
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
     """Every case, a line each, with the plan's figures and its row's source, for a CSV."""
-    known = ("code", "commit", "measured_on", "ended", "others_cores", "stolen_cores", "probe_s")
+    known = ("code", "commit", "measured_on", "ended", "probe_s")
     columns = [name for name in known if name in pairs[0][1]]
     lines = [["setting", "contender", "seed", *plan.shows, *columns]]
     for case, row in pairs:

@@ -58,7 +58,7 @@ FIGURES = (
 )
 LIVE_FIGURES = (
     *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s", "ttft_mean_s", "ttft_p99_s"),
-    *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "others_cores", "stolen_cores", "probe_s"),
+    *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "probe_s"),
     *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "preemptions"),
     *("pins_taken", "pins_reused", "pins_expired", "pins_reclaimed", "measured"),
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from statistics import mean
 from typing import Any
 
 from experiments import policies
 from experiments.sim.engine import simulate
-from experiments.sim.peers import michi_of
 from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
@@ -18,7 +16,6 @@ from experiments.sim.trace_programs import arriving, half
 from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time
 from experiments.sweep.cases import (
     ENDLESS,
-    MICHI,
     PEERS,
     STOCK,
     Point,
@@ -36,8 +33,7 @@ SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else
 def run(point: Point) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
     programs = programs_of(point)
-    with michi_of(programs) if point.contender == MICHI else nullcontext():
-        return figures(simulate(programs, setup_of(point, programs)))
+    return figures(simulate(programs, setup_of(point, programs)))
 
 
 def programs_of(point: Point) -> tuple[Program, ...]:
@@ -73,17 +69,9 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         merge_steps=point.merge_steps,
         wrong_hints=point.wrong_hints,
         untold_ends=point.untold_ends,
-        continuum=continuum_of(point),
+        continuum={} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s},
     )
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
-
-
-def continuum_of(point: Point) -> dict[str, Any]:
-    """The point's settings of our scheduler."""
-    if point.contender == MICHI:
-        bounds = dict.fromkeys(("max_ttl_s", "admission_max_hold_s", "pin_reclaim_after_s"), 1e6)
-        return {"max_pinned_share": 1.0, **bounds}  # it bounds none of them
-    return {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
 
 
 def traced(point: Point) -> tuple[Program, ...]:
@@ -101,13 +89,13 @@ def machine_of(point: Point) -> Machine:
 
 def policy_of(contender: str) -> str:
     """The simulator's name of a contender's policy."""
-    if contender in (*PEERS, MICHI):
+    if contender in PEERS:
         return contender
     special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs"}
     if contender in special:
         return special[contender]
     if contender not in policies.known():
-        known = ", ".join([*special, *PEERS, MICHI, *policies.known()])
+        known = ", ".join([*special, *PEERS, *policies.known()])
         raise SweepError(f"contender is {contender!r}; known: {known}")
     return contender
 
@@ -121,8 +109,6 @@ def tiers_of(point: Point, machine: Machine) -> dict[str, Any] | None:
         "dram_gb": point.dram_gb or point.dram_kv * kv_gb,
         "ssd_gb": point.ssd_gb or point.ssd_kv * kv_gb,
     }
-    if point.link_gbps is not None:
-        tiers |= {"load_gbps": point.link_gbps, "store_gbps": point.link_gbps}
     if point.ssd_gbps is not None:
         tiers["ssd_load_gbps"] = point.ssd_gbps
     return tiers
