@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,16 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from connectors.lmcache_mp.server.command_line import leftover_pool, options, shm_name
-from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail, with_checkout
+from experiments.server import (
+    CPU_ENV,
+    ServerError,
+    begun,
+    reserved_port,
+    script,
+    stop,
+    tail,
+    wait_until_healthy,
+)
 
 HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
 
@@ -66,26 +74,13 @@ class MpProcess:
     def begin(self) -> None:
         """Starts the process."""
         self.disk.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a") as out:
-            self.process = subprocess.Popen(
-                self.command(),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=with_checkout({**os.environ, **CPU_ENV}),
-                start_new_session=True,
-            )
+        self.process = begun(self.command(), {**os.environ, **CPU_ENV}, self.log, "a")
 
     def wait_until_healthy(self, start_s: float = 300.0) -> None:
         """Returns when it answers. Raises ServerError with the log's tail if it does not."""
         assert self.process is not None
-        end_s = time.monotonic() + start_s
-        with httpx.Client(timeout=5) as client:
-            while time.monotonic() < end_s and self.process.poll() is None:
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"http://127.0.0.1:{self.http_port}/healthcheck").is_success:
-                        return
-                time.sleep(0.2)
-        raise ServerError(f"lmcache server did not start; its log ends:\n{tail(self.log)}")
+        url = f"http://127.0.0.1:{self.http_port}"
+        wait_until_healthy(url, self.process, self.log, start_s, "lmcache server", "/healthcheck")
 
     def kill(self) -> None:
         """SIGKILL: its clients get no message."""

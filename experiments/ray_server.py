@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import httpx
 import psutil
 import yaml
 
-from experiments.server import CPU_ENV, ServerError, reserved_port, tail, unwind_on_sigterm, with_checkout
+from experiments.server import CPU_ENV, begun, reserved_port, stop, unwind_on_sigterm, wait_until_healthy
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -56,36 +55,21 @@ def serve_fleet(model: Path, folder: Path, start_s: float = 600.0, **args: Any) 
     port, path, log = reserved_port(), folder / "ray.yaml", folder / "ray.log"
     page = config(model, port, args)
     path.write_text(yaml.safe_dump(page))
-    environment = with_checkout({**os.environ, **ENVIRONMENT})
+    environment = {**os.environ, **ENVIRONMENT}
     environment.pop("RAY_ADDRESS", None)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)]
+    process = begun(command, environment, log)
+    replicas = page["applications"][0]["args"]["replicas"]
+
+    def is_up(answer: httpx.Response) -> bool:
+        return answer.is_success and len(answer.json().get("replicas", ())) >= replicas
+
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_for_replicas(url, page["applications"][0]["args"]["replicas"], start_s, process, log)
+        wait_until_healthy(url, process, log, start_s, "serve run", "/fleet", is_up)
         yield url
     finally:
-        stop(process)
-
-
-def wait_for_replicas(
-    url: str, replicas: int, start_s: float, process: subprocess.Popen[bytes] | None, log: Path
-) -> None:
-    """Return when all replicas have reported; raise ServerError if the process ends or time runs out."""
-    end_s = time.monotonic() + start_s
-    while time.monotonic() < end_s:
-        if process is not None and process.poll() is not None:
-            raise ServerError(f"serve run exited with {process.returncode}:\n{tail(log)}")
-        if len(fleet_report(url).get("replicas", ())) >= replicas:
-            return
-        time.sleep(0.5)
-    raise ServerError(f"{replicas} replicas were not up after {start_s:.0f} s:\n{tail(log)}")
+        stop_all(process)
 
 
 def fleet_report(url: str) -> dict[str, Any]:
@@ -98,17 +82,13 @@ def fleet_report(url: str) -> dict[str, Any]:
     return {}
 
 
-def stop(process: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
+def stop_all(process: subprocess.Popen[bytes]) -> None:
     """SIGINT, as ^C, which lets Ray end its processes; SIGKILL to those that are left."""
+    below: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended and was waited for
         below = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-        _, left = psutil.wait_procs(below, timeout=10)
-        for one in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    stop(process, 60.0, signal.SIGINT)
+    _, left = psutil.wait_procs(below, timeout=10)
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import psutil
@@ -101,21 +102,23 @@ def serve(
     command = [*script("vllm", "vllm.entrypoints.cli.main"), "serve", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *always, *args]
     inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=with_checkout({**inherited, **settings, **(env or {})}),
-            start_new_session=True,  # its workers die with it, by process group
-        )
+    process = begun(command, {**inherited, **settings, **(env or {})}, log)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, process, log, start_s)
         yield url
     finally:
         stop(process)
+
+
+def begun(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, mode: Literal["w", "a"] = "w"
+) -> subprocess.Popen[bytes]:
+    """A server of this checkout, with its output in `log`. Its workers die with it, by process group."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = with_checkout(environment)
+    with log.open(mode) as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
 
 
 def with_checkout(environment: Mapping[str, str]) -> dict[str, str]:
@@ -140,25 +143,31 @@ def processes(url: str) -> list[psutil.Process]:
 
 
 def wait_until_healthy(
-    url: str, process: subprocess.Popen[bytes], log: Path, start_s: float, name: str = "vllm serve"
+    url: str,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    start_s: float,
+    name: str = "vllm serve",
+    path: str = "/health",
+    is_up: Callable[[httpx.Response], bool] = lambda answer: answer.is_success,
 ) -> None:
-    """Return when /health answers 200; raise ServerError if the process ends or time runs out."""
+    """Return when its answer `is_up`; raise ServerError if the process ends or time runs out."""
     end_s = time.monotonic() + start_s
     with httpx.Client(timeout=5) as client:  # httpx.get would read the system's certificates at every call
         while time.monotonic() < end_s:
             if process.poll() is not None:
                 raise ServerError(f"{name} exited with {process.returncode}:\n{tail(log)}")
             with contextlib.suppress(httpx.TransportError):
-                if client.get(f"{url}/health").status_code == httpx.codes.OK:
+                if is_up(client.get(url + path)):
                     return
             time.sleep(0.25)
     raise ServerError(f"{name} was not healthy after {start_s:.0f} s:\n{tail(log)}")
 
 
-def stop(process: subprocess.Popen[bytes], patience_s: float = 20.0) -> None:
-    """SIGTERM, as an operator would; then SIGKILL to the rest of its group."""
+def stop(process: subprocess.Popen[bytes], patience_s: float = 20.0, first: int = signal.SIGTERM) -> None:
+    """SIGTERM, as an operator would, or another signal; then SIGKILL to the rest of its group."""
     if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(first)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
     with contextlib.suppress(ProcessLookupError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 from experiments.peers import settings
 from experiments.peers.identity import agentic_context
 from experiments.peers.install import ENGINE, ROUTER
-from experiments.server import reserved_port, stop, wait_until_healthy
+from experiments.server import begun, reserved_port, stop, wait_until_healthy
 from experiments.sim.step_time import Machine
 from experiments.sweep.cases import AGENTINFER, ROUTER_WARM
 from experiments.workload import Program
@@ -47,8 +46,7 @@ def router(contender: str, profile: str, capacity_tokens: int, worker: str, log:
     command += ["--prometheus-port", str(reserved_port()), "--policy", "consistent_hash"]
     command += ["--worker-startup-check-interval", "1", "--enable-program-scheduling"]
     command += ["--program-scheduling-config-json", json.dumps(config)]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    process = begun(command, os.environ, log)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, process, log, 60.0, "vllm-router")
