@@ -33,17 +33,16 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError, nearest
-from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, refuse_unknown, traces_folder
 from experiments.sweep import closed_loop, goals, trace_goals
-from experiments.sweep.cases import Case, Point, SweepError
-from experiments.sweep.grids import Size
+from experiments.sweep.cases import Case, SweepError
+from experiments.sweep.grids import Size, installed, named
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
 from experiments.sweep.readout import by_seed, caption, figures_by_case, found, table
 from experiments.sweep.rows import LIVE, Rows
 from experiments.sweep.runner import complete
-from experiments.tables import markdown, plain, write_lines
+from experiments.tables import markdown, plain, publish, write_lines
 
 ALL = "all"
 GOALS = "goals"
@@ -53,7 +52,6 @@ TABLES = (GOALS, TRACES, SESSIONS)
 WITH_REGIMES = (GOALS, TRACES, "peers", "agents", "agents-mp")
 NAMES = f"sim: {', '.join([*PLANS, *TABLES])}; live: {', '.join(LIVE_PLANS)}; either: {ALL}"
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
-WIDTH = 180  # of the goals' table, wherever it is printed
 
 
 class Engine(Enum):
@@ -69,7 +67,7 @@ class Wanted:
 
     parts: str = ""  # of names, between semicolons
     contenders: tuple[str, ...] = ()
-    tiers: tuple[str, ...] = ()  # of TIERS
+    tiers: tuple[str, ...] = TIERS
 
     def has(self, case: Case, name: str) -> bool:
         """Whether the case, which the figure calls `name`, is wanted."""
@@ -80,16 +78,13 @@ class Wanted:
         return (
             goals.is_wanted(name, self.parts)
             and case.contender in (self.contenders or (case.contender,))
-            and tiers in (self.tiers or TIERS)
+            and tiers in self.tiers
         )
 
 
 def wanted(parts: str, contenders: str, tiers: str) -> Wanted:
     """From the command line. Raises SweepError."""
-    chosen = tuple(filter(None, tiers.split(",")))
-    if unknown := set(chosen) - set(TIERS):
-        raise SweepError(f"--tiers {', '.join(sorted(unknown))} is not known; known: {', '.join(TIERS)}")
-    return Wanted(parts, tuple(filter(None, contenders.split(","))), chosen)
+    return Wanted(parts, tuple(filter(None, contenders.split(","))), tuple(named(tiers, TIERS, "--tiers")))
 
 
 def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan]:
@@ -165,15 +160,9 @@ def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> 
     """The plan's cases that can run here. A contender that is not installed is left out, with the reason."""
     chosen = seeds or plan.seeds
     cases = plan.cases(size, chosen[:1] if size is Size.QUICK else chosen)
-    if unknown := set(wants.contenders) - {case.contender for case in cases}:
-        known = ", ".join(dict.fromkeys(case.contender for case in cases))
-        raise SweepError(f"--contenders {', '.join(sorted(unknown))}: not in this figure; known: {known}")
+    named(",".join(wants.contenders), dict.fromkeys(case.contender for case in cases), "--contenders")
     cases = [case for case in cases if wants.has(case, f"{plan.label(case)}, {plan.panel(case)}")]
-    reasons = {case.contender: missing(case.contender, isinstance(case, Point)) for case in cases}
-    left_out = {contender: reason for contender, reason in reasons.items() if reason}
-    for contender, reason in left_out.items():
-        print(f"offload_sweep: {contender} is left out: {reason}", file=sys.stderr)
-    return [case for case in cases if case.contender not in left_out]
+    return installed(cases)
 
 
 def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
@@ -183,11 +172,7 @@ def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) ->
     lines = goals.table(rows, chosen, seeds)
     title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
     conditions = caption(found(rows, goals.cases(chosen, seeds)))
-    Console(width=WIDTH).print(plain(lines, title), conditions, "", sep="\n")
-    path = out / f"goals-{size.value}{'-some' if parts else ''}"
-    short = markdown(goals.fallen_short(lines))
-    path.with_suffix(".md").write_text(f"{title}. {conditions}\n\n{goals.counted(lines)}\n\n{short}\n")
-    write_lines(lines, path.with_suffix(".csv"))
+    publish(lines, title, [conditions], out / f"goals-{size.value}{'-some' if parts else ''}")
 
 
 def replay_traces(
@@ -217,12 +202,8 @@ def replay_traces(
     lines, verdicts = trace_goals.table(rows, settings), trace_goals.verdicts(rows, settings)
     title = f"Traces, half {half!r}, seeds {', '.join(map(str, seeds))}"
     words = [caption(found(rows, cases)), "", *(f"- {verdict}" for verdict in verdicts)]
-    Console(width=WIDTH).print(plain(lines, title), *words, "", sep="\n")
-    path = out / f"traces-{half}-{size.value}{'-untold' if untold_ends else ''}{'-some' if parts else ''}"
-    path.with_suffix(".md").write_text(
-        "\n".join([f"{title}. {words[0]}", *words[1:], "", markdown(lines), ""])
-    )
-    write_lines(lines, path.with_suffix(".csv"))
+    name = f"traces-{half}-{size.value}{'-untold' if untold_ends else ''}{'-some' if parts else ''}"
+    publish(lines, title, words, out / name)
 
 
 def main(

@@ -34,6 +34,7 @@ SOURCES = {
     "again": "computed again",
     "computed": "computed",
 }
+WIDTH = 180  # of tables, wherever they are printed
 PINS = ("taken", "reused", "expired", "reclaimed")
 
 
@@ -158,6 +159,13 @@ def plain(rows: Sequence[Sequence[str]], title: str) -> Table:
     for row in rows[1:]:
         table.add_row(*row)
     return table
+
+
+def publish(lines: Sequence[Sequence[str]], title: str, words: Sequence[str], path: Path) -> None:
+    """Print the table with some lines of text, and write both at `path` as .md, the table as .csv too."""
+    Console(width=WIDTH).print(plain(lines, title), *words, "", sep="\n")
+    path.with_suffix(".md").write_text("\n".join([title, "", *words, "", markdown(lines), ""]))
+    write_lines(lines, path.with_suffix(".csv"))
 
 
 def write_csv(runs: dict[str, list[Summary]], path: Path, shows: Rows = ROWS) -> None:

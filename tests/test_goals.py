@@ -8,7 +8,7 @@ import pytest
 
 from experiments.offload_sweep import main
 from experiments.sweep.cases import Point, SweepError
-from experiments.sweep.goals import OURS, Goal, counted, fallen_short, goals, line, verdict
+from experiments.sweep.goals import OURS, Goal, goals, line, verdict
 from experiments.sweep.grids import Size
 from experiments.sweep.rows import Rows
 
@@ -54,14 +54,3 @@ def test_a_line_takes_the_best_rival_of_each_seed(tmp_path) -> None:
     said = line(rows, goal, [3, 4])
     assert said[3:6] == ["1.200 1.100", "1.150 +- 0.050", "aim"]
     assert said[7] == "10.0, 30.0 (12.0, 36.0)"
-
-
-def test_the_page_keeps_the_goals_that_are_missed_and_counts_the_others() -> None:
-    verdicts = ("aim", "MISSED", "least, TAIL", "aim", "MISSED, TAIL")
-    lines = [
-        ["head"] * 8,
-        *([name, "", "", "", "", said, "", ""] for name, said in zip("abcde", verdicts, strict=True)),
-    ]
-    assert [line[0] for line in fallen_short(lines)] == ["head", "b", "c", "e"]
-    said = "Of 5 goals 2 reach their aim, 1 their least, 2 miss it; 2 have a tail."
-    assert counted(lines).startswith(said)

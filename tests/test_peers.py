@@ -84,7 +84,7 @@ def test_contenders_and_tiers_choose_among_the_rows() -> None:
     assert all(isinstance(case, Live) and case.ssd_gb for case in ours)
     with pytest.raises(SweepError, match="--tiers tape is not known; known: none, dram, disk"):
         wanted("", "", "tape")
-    with pytest.raises(SweepError, match="--contenders lifo: not in this figure; known: .*continuum"):
+    with pytest.raises(SweepError, match="--contenders lifo is not known; known: .*continuum"):
         cases_of(plan, Size.FULL, [3], wanted("", "lifo", ""))
 
 

@@ -101,17 +101,6 @@ def test_a_slow_load_holds_up_no_other_turn() -> None:
     assert ends["slow"]["d"] - ends["fast"]["d"] < 0.1 < 1.0 < ends["slow"]["p"] - ends["fast"]["p"]
 
 
-@pytest.mark.parametrize("dram_gb", [0.5, 8.0])
-def test_vllms_offloading_of_equal_size_and_rates_takes_as_long_as_lmcaches_model(dram_gb: float) -> None:
-    keeps = {"first_token_limit_s": 0}  # else small differences change who waits, and times by 4 %
-    setup = replace(SMALL, policy="continuum", tiers={"dram_gb": dram_gb}, continuum=keeps)
-    means_s = [
-        sum(job.job_s for job in simulate(many_programs(), replace(setup, native=native)).jobs)
-        for native in (False, True)
-    ]
-    assert means_s[1] == pytest.approx(means_s[0], rel=0.03)
-
-
 def test_a_pin_keeps_a_program_on_the_gpu_that_stock_order_lets_go() -> None:
     programs = many_programs(8)
     stock = simulate(programs, SMALL)

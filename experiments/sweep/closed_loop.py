@@ -7,24 +7,20 @@ not told.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
-
-from experiments.peers.install import missing
 from experiments.sessions import GAP_CAP_S, capped, figures
 from experiments.sweep.cases import ROUTER_WARM, STOCK, Point, SessionPoint, SweepError
 from experiments.sweep.goals import SEEDS
-from experiments.sweep.grids import KV_CONTEXTS, Size
+from experiments.sweep.grids import KV_CONTEXTS, Size, installed, named
 from experiments.sweep.rows import SESSIONS, Row, Rows
 from experiments.sweep.runner import complete
-from experiments.tables import markdown, plain
+from experiments.tables import publish
 
 CONTENDERS = (STOCK, "continuum-published", ROUTER_WARM, "continuum")
 TRACE = "trace:"
@@ -87,31 +83,16 @@ def points(
     return found
 
 
-def named(text: str, known: Iterable[str], option: str) -> Sequence[str]:
-    """The names in an option, or all. Raises SweepError."""
-    names = tuple(filter(None, text.split(",")))
-    if unknown := set(names) - set(known):
-        raise SweepError(
-            f"{option} {', '.join(sorted(unknown))} is not known to sessions; known: {', '.join(known)}"
-        )
-    return names or tuple(known)
-
-
 def tabulate(cases: Sequence[SessionPoint], jobs: int, out: Path) -> None:
     """Run the missing cases, then print their table. A contender that is not installed is left out."""
-    reasons = {case.contender: missing(case.contender, simulated=True) for case in cases}
-    for reason in filter(None, reasons.values()):
-        print(f"sessions: left out: {reason}", file=sys.stderr)
-    cases = [case for case in cases if not reasons[case.contender]]
+    cases = installed(cases)
     rows = Rows(out / "sessions.csv", SESSIONS)
     complete(rows, cases, jobs)
     lines = table(rows, cases)
     kind = "batch" if cases[0].programs else "sessions"
     seeds = ", ".join(dict.fromkeys(str(case.seed) for case in cases))
     title = f"{cases[0].workload}, {kind} on {cases[0].machine}, seeds {seeds}; simulated"
-    Console(width=180).print(plain(lines, title), "", sep="\n")
-    path = out / f"{kind}-{cases[0].workload.replace(':', '-')}.md"
-    path.write_text(f"{title}\n\n{markdown(lines)}\n")
+    publish(lines, title, [], out / f"{kind}-{cases[0].workload.replace(':', '-')}")
 
 
 def run(point: SessionPoint) -> dict[str, Any]:

@@ -6,7 +6,6 @@ policy was tuned on seeds 1 and 2; the seeds here are others.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -136,9 +135,6 @@ def cases(chosen: Sequence[Goal], seeds: Iterable[int]) -> list[Point]:
     return [point for seed in seeds for goal in chosen for point in goal.at(seed).points]
 
 
-VERDICT = 5  # its column in table()
-
-
 def table(rows: Rows, chosen: Sequence[Goal], seeds: Sequence[int]) -> list[list[str]]:
     """A header, then a line per goal. The mean of several seeds has its standard error."""
     header = ["", "against the best of", "least / aim", "by seed", "mean", "verdict", "P99 / order's"]
@@ -180,21 +176,6 @@ def verdict(goal: Goal, ratios: Sequence[float], tails: Sequence[float]) -> str:
     reached = min(ratios) if goal.worst_seed else mean(ratios)
     words = "aim" if reached >= goal.aim else "least" if reached >= goal.least else "MISSED"
     return words if mean(tails) <= MOST_P99 else f"{words}, TAIL"
-
-
-def fallen_short(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """The header of table(), and the lines that miss their least or whose tail is too long."""
-    return [lines[0], *(line for line in lines[1:] if "MISSED" in line[VERDICT] or "TAIL" in line[VERDICT])]
-
-
-def counted(lines: Sequence[Sequence[str]]) -> str:
-    """Table()'s verdicts in a sentence."""
-    reached = Counter(line[VERDICT].partition(",")[0] for line in lines[1:])
-    tails = sum("TAIL" in line[VERDICT] for line in lines[1:])
-    return (
-        f"Of {len(lines) - 1} goals {reached['aim']} reach their aim, {reached['least']} their least, "
-        f"{reached['MISSED']} miss it; {tails} have a tail. Below: those that miss or have a tail."
-    )
 
 
 def row_of(rows: Rows, point: Point) -> Row:

@@ -7,13 +7,16 @@ those of arXiv 2511.02230's full version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from itertools import product
+from typing import TypeVar
 
+from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED
-from experiments.sweep.cases import AGENTINFER, ENDLESS, ROUTERS, STOCK, Case, Point
+from experiments.sweep.cases import AGENTINFER, ENDLESS, ROUTERS, STOCK, Case, Live, Point, SweepError
 
 
 class Size(Enum):
@@ -40,6 +43,25 @@ BY_MEMORY = ("a10", "rtx-5090", "l40s", "a100")  # 24, 32, 48, 80 GB
 CARD_DRAM_GB = 64.0
 CODING = "claude-code-swe"  # a shape of sim/fitted_programs.py
 Cases = Callable[[Size, Sequence[int]], list[Case]]
+Some = TypeVar("Some", bound=Case)
+
+
+def named(text: str, known: Iterable[str], option: str) -> Sequence[str]:
+    """The names in an option, between commas, or all. Raises SweepError with the known ones."""
+    names = tuple(filter(None, text.split(",")))
+    if unknown := set(names) - set(known):
+        raise SweepError(f"{option} {', '.join(sorted(unknown))} is not known; known: {', '.join(known)}")
+    return names or tuple(known)
+
+
+def installed(cases: Iterable[Some]) -> list[Some]:
+    """The cases that can run here. A contender that is not installed is left out, with the reason."""
+    cases = list(cases)
+    reasons = {case.contender: missing(case.contender, not isinstance(case, Live)) for case in cases}
+    for contender, reason in reasons.items():
+        if reason:
+            print(f"offload_sweep: {contender} is left out: {reason}", file=sys.stderr)
+    return [case for case in cases if not reasons[case.contender]]
 
 
 def points(size: Size, seeds: Sequence[int], contenders: Sequence[str], *settings: Point) -> list[Case]:
