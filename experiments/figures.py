@@ -20,11 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from experiments.tables import SOURCES, Summary, caption
 
 matplotlib.use("Agg")  # no display
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "sweep"}  # small, the same each time
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 OURS, STOCK, OTHER = "#1b3a5b", "black", "0.6"
+UNDATED = {".png": {"Software": None}, ".svg": {"Date": None}}
 LINES = ("-", "--", ":", "-.")  # told apart without colour
 FILLS = {  # blue: kept, the darker the nearer; grey: new; black: lost and computed again
     "gpu": ("#1b3a5b", ""),
@@ -54,9 +56,10 @@ def draw(runs: dict[str, list[Summary]], path: Path) -> list[Path]:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    """Write PNG and SVG at `path` (its suffix is replaced) and return them."""
+    written = [path.with_suffix(suffix) for suffix in UNDATED]
     for target in written:
-        figure.savefig(target, dpi=150)
+        figure.savefig(target, dpi=150, metadata=UNDATED[target.suffix])
     plt.close(figure)
     return written
 

@@ -46,7 +46,6 @@ class Job:
     selection: Selection
     out: Path
     model: str | None = None  # None: the served one
-    vocabulary: range = ORDINARY
     shared_prefix_tokens: int = SHARED_PREFIX_TOKENS
     identify: Identify = identity  # a turn's program fields
     timeout_s: float = 600.0  # the longest silence within a response
@@ -61,7 +60,7 @@ class Job:
         """The plan for sending, once the model is known."""
         chosen = self.selection
         prefix = self.shared_prefix_tokens
-        return Plan(model, chosen.seed, self.vocabulary, prefix, chosen.time_scale, self.identify)
+        return Plan(model, chosen.seed, ORDINARY, prefix, chosen.time_scale, self.identify)
 
     def as_json(self) -> dict[str, Any]:
         """The settings of the run, for the summary."""
@@ -187,14 +186,6 @@ def warn(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def vocabulary(text: str) -> range:
-    """LO:HI as token ids, HI excluded. Raises typer.BadParameter."""
-    low, _, high = text.partition(":")
-    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-        raise typer.BadParameter(f"{text!r} is not LO:HI with 0 <= LO < HI, as in 300:4000")
-    return range(int(low), int(high))
-
-
 def main(
     base_url: Annotated[str, typer.Option(help="The server's API, as http://127.0.0.1:8000/v1.")],
     trace: Annotated[Path | None, typer.Option(help="A trace file; without it, --generator draws.")] = None,
@@ -206,7 +197,6 @@ def main(
     time_scale: Annotated[float, typer.Option(min=0, help="Of tool gaps and a trace's own arrivals.")] = 1.0,
     max_context: Annotated[int | None, typer.Option(min=1, help="Shrink programs to this window.")] = None,
     shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens all programs start with.")] = 64,
-    vocab: Annotated[str, typer.Option(help="Token ids to draw from, LO:HI.")] = "300:4000",
     model: Annotated[str | None, typer.Option(help="Default: the one that is served.")] = None,
     policy_label: Annotated[str, typer.Option(help="The name of this run in files and tables.")] = "run",
     ids: Annotated[bool, typer.Option(help="Send job_id, is_last_step and this_func_call.")] = True,
@@ -219,10 +209,9 @@ def main(
     """Replay agent programs against an OpenAI-compatible server."""
     if "/" in policy_label:
         raise typer.BadParameter(f"{policy_label!r} names files; it must not contain '/'")
-    drawn_from, said = vocabulary(vocab), identity if ids else anonymous
-    said = untold if ids and sessions else said
+    said = anonymous if not ids else untold if sessions else identity
     chosen = Selection(seed, trace, generator, programs, jps, source, max_context, time_scale)
-    job = Job(base_url, policy_label, chosen, out, model, drawn_from, shared_prefix, said, timeout_s)
+    job = Job(base_url, policy_label, chosen, out, model, shared_prefix, said, timeout_s)
     try:
         if sessions:
             found = replay_sessions(job, sessions, 60 * minutes, 60 * warm_up)

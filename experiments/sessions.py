@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.workload import SESSIONS, Program, TurnSpec
+from experiments.workload import SESSIONS, Program, gaps_mapped
 
 GAP_CAP_S = 10.0  # AgentX: a longer pause is an absent user's
 LIMITS_S = (10, 30, 60)  # for first tokens
@@ -77,11 +77,7 @@ class SessionTurn:
 
 def capped(programs: Iterable[Program], gap_s: float = GAP_CAP_S) -> tuple[Program, ...]:
     """The programs with no tool gap longer than `gap_s`."""
-
-    def cut(turn: TurnSpec) -> TurnSpec:
-        return turn if turn.gap_s is None else replace(turn, gap_s=min(turn.gap_s, gap_s))
-
-    return tuple(replace(p, turns=tuple(map(cut, p.turns))) for p in programs)
+    return tuple(gaps_mapped(p, lambda said_s: min(said_s, gap_s)) for p in programs)
 
 
 def played(pool: Sequence[Program], session: int, seed: int) -> Iterator[tuple[Program, int]]:

@@ -19,6 +19,12 @@ from experiments.trace import load_trace as load_trace
 ARRIVALS, GAPS, SHAPES, SAMPLE, SESSIONS = range(5)  # which stream of a seed: draws must not share numbers
 
 
+def gaps_mapped(program: Program, gap_s: Callable[[float], float]) -> Program:
+    """The program with `gap_s` of each known tool gap."""
+    turns = (t if t.gap_s is None else replace(t, gap_s=gap_s(t.gap_s)) for t in program.turns)
+    return replace(program, turns=tuple(turns))
+
+
 def growing(
     name: str, new_tokens: Sequence[int], output_tokens: Sequence[int], gap_s: float = 0.0
 ) -> Program:

@@ -77,6 +77,6 @@ def test_an_unreachable_server_is_one_clear_line(monkeypatch):
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("args", [("--policy-label", "a/b"), ("--vocab", "9"), ("--generator", "gpt")])
+@pytest.mark.parametrize("args", [("--policy-label", "a/b"), ("--generator", "gpt")])
 def test_an_option_that_makes_no_sense_is_refused(monkeypatch, args):
     assert run_main(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", *args) == 2

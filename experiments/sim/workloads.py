@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from experiments.table1 import Lognormal, Shape
-from experiments.workload import Program, TurnSpec
+from experiments.workload import Program, TurnSpec, gaps_mapped
 
 SMALL_SHAPES = {
     "tiny": Shape(Lognormal(8, 3), Lognormal(0.5, 1.0), Lognormal(2_000, 800), "bash"),
@@ -47,10 +47,6 @@ def _sweep_job(name: str, arrival_s: float, sizes: random.Random) -> Program:
 
 def with_tool_time(programs: Iterable[Program], factor: float, from_s: float = 0.0) -> tuple[Program, ...]:
     """The programs with every tool `factor` times as long, for those that arrive from `from_s` on."""
-
-    def slowed(turn: TurnSpec) -> TurnSpec:
-        return turn if turn.gap_s is None else replace(turn, gap_s=turn.gap_s * factor)
-
     return tuple(
-        replace(p, turns=tuple(map(slowed, p.turns))) if p.arrival_s >= from_s else p for p in programs
+        gaps_mapped(p, lambda gap_s: gap_s * factor) if p.arrival_s >= from_s else p for p in programs
     )

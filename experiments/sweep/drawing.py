@@ -9,34 +9,18 @@ import textwrap
 from pathlib import Path
 from statistics import median
 
-import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.figures import colour
+from experiments.figures import colour, plt, save
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.readout import BySeed, Found, caption, panels, ratios
 from experiments.tables import spread
 
-matplotlib.use("Agg")  # no display
-matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "sweep"}  # small, the same each time
-from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.axis import Axis  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
-
 MOST_COLUMNS = 3
 TITLE_CHARACTERS = 16  # an inch of the title
-UNDATED = {".png": {"Software": None}, ".svg": {"Date": None}}
 WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is logarithmic
-
-
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write PNG and SVG at `path` (a suffix is added) and return them."""
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for target in written:
-        figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
-    plt.close(figure)
-    return written
 
 
 def readable(axis: Axis, form: str = "{x:g}") -> None:
