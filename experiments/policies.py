@@ -7,9 +7,11 @@ In experiments each has its contender's name (`setting`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import NormalDist
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
@@ -21,11 +23,17 @@ from continuum_lmcache.retention.policies import (
     static_ttl,
 )
 from continuum_lmcache.retention.queue_order import Order, pinned_first
-from continuum_lmcache.retention.ttl_solver import retention_of
+from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
+from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
+from continuum_lmcache.tools.shell_key import INSTANT, PLAIN, SLOW
+from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention, ToolKey
 
 MEAN_THRESHOLD_S = 2.0  # FIXED_THRESHOLD_CONTINUUM of github.com/Hanchenli/vllm-continuum
+FAST_TTL_S = 2.0
+FAST_TOOLS = PLAIN | INSTANT | frozenset(("Read", "Glob", "Grep", "Edit", "Write", "TodoWrite"))
+SLOW_TOOLS = SLOW | frozenset(("Task", "WebSearch", "WebFetch"))
+POSTERIOR_SAMPLES = 3  # below this a key's posterior is mostly the prior's
 PLAS_QUANTUM_TOKENS = 2048  # the first queue's width: one prefill step of vLLM's default budget
 PLAS_AGEING_S = 30.0  # a wait of this length makes up for one queue
 
@@ -70,6 +78,49 @@ def infercept_ttl(
     return retention_of(seen, ttl_s, min(discard_s, swap_s), "min-waste", config)
 
 
+def three_way_ttl(
+    turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """ContextServe's three estimates of a gap: a rule, the posterior of the key's own gaps, the CDF.
+
+    A tool known to be FAST is pinned for 2 s and a SLOW one is not. Else eq. 2 is solved: with the
+    key's posterior where the key has enough gaps, else with the recorded CDF.
+    """
+    program = turn.tool[-2:][:1]
+    if program and program[0] in FAST_TOOLS | SLOW_TOOLS:
+        ttl_s = FAST_TTL_S if program[0] in FAST_TOOLS else 0.0
+        return Retention(ttl_s, config.policy, "rule", cost_s=ttl_s, level="rule")
+    benefit_s = load.queue_delay_s * load.eta + load.reload_s
+    own = gaps.exact(most_specific(turn.tool, gaps))
+    if len(own.samples_s) >= POSTERIOR_SAMPLES:
+        seen = as_posterior(own)
+        return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "posterior", config)
+    seen = gaps.distribution(turn.tool)
+    return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
+
+
+def most_specific(tool: ToolKey, gaps: ToolDurations) -> ToolKey:
+    """The finest level with enough gaps for a posterior; the key itself if none has."""
+    finest = (tool[at:] for at in range(len(tool)))
+    return next((k for k in finest if len(gaps.exact(k).samples_s) >= POSTERIOR_SAMPLES), tool)
+
+
+def as_posterior(own: DurationDistribution) -> DurationDistribution:
+    """The same gaps, with P from a Normal-Inverse-Gamma posterior of the mean and variance of log gap.
+
+    Prior (mean 0, i.e. 1 s; weight 1; shape 2; scale 2): the predictive is Student's t with 4 + n
+    degrees of freedom. A normal of the same variance stands in for it (the standard library has no
+    t distribution): at n >= 3 the two CDFs differ by less than 0.03.
+    """
+    logs = [math.log(max(gap_s, 1e-3)) for gap_s in own.samples_s]
+    n, mean = len(logs), sum(logs) / len(logs)
+    weight, shape = 1.0 + n, 2.0 + n / 2
+    scale = 2.0 + sum((x - mean) ** 2 for x in logs) / 2 + n * mean * mean / (2 * weight)
+    variance = scale * (weight + 1) / ((shape - 1) * weight)
+    predictive = NormalDist(n * mean / weight, math.sqrt(variance))
+    return DurationDistribution("posterior", own.samples_s, tuple(map(predictive.cdf, logs)), own.n)
+
+
 def turn_order(entry: QueueEntry) -> Order:
     """vLLM's fcfs: preempted turns at the front, then by arrival. It ignores the client's priority."""
     return (not entry.preempted, entry.turn_arrival_s)
@@ -109,10 +160,11 @@ program_fcfs = Policy(no_retention, program_order, PUBLISHED)
 mean_threshold = Policy(mean_threshold_ttl, pinned_first, PUBLISHED)
 plas = Policy(no_retention, least_attained_service, PUBLISHED)
 infercept = Policy(infercept_ttl, program_order, PUBLISHED)
+three_way = Policy(three_way_ttl, pinned_first, PUBLISHED)
 no_pins = Policy(no_retention, pinned_first)
 always_loads = Policy(static_ttl, pinned_first, replace(PUBLISHED, load_or_recompute=False))
 
-BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "no-pins")
+BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "three-way", "no-pins")
 
 
 def known() -> list[str]:

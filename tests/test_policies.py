@@ -136,6 +136,17 @@ def test_infercept_preserves_until_that_wastes_as_much_as_the_better_alternative
     assert decide("infercept", turn(40), max_ttl_s=50.0).ttl_s == 50.0
 
 
+def test_three_way_uses_a_keys_own_few_gaps_and_else_those_of_all_tools():
+    gaps = ToolDurations()
+    tool = ("train.sh", "bash")
+    assert decide("three-way", turn(100, tool), gaps).reason == "cdf"
+    for gap_s in (4.0, 5.0, 6.0):
+        gaps.observe(tool, gap_s)
+    keep = decide("three-way", turn(100, tool), gaps)
+    assert (keep.ttl_s, keep.reason, keep.samples) == (6.0, "posterior", 3)
+    assert 0.5 < keep.probability < 0.95
+
+
 def test_fcfs_orders_by_the_turns_arrival_and_nothing_else():
     early = standing(turn_arrival_s=1.0, program_arrival_s=9.0, priority=5)
     pinned = standing(turn_arrival_s=2.0, pinned=True, priority=-1)

@@ -28,7 +28,7 @@ class Size(Enum):
 
 
 CONTENDERS = (
-    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl"),
+    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "three-way"),
     *("continuum-published", "continuum"),
     ENDLESS,
 )
