@@ -265,6 +265,10 @@ def test_the_gauge_shows_no_wait_where_a_usual_program_starts_at_once() -> None:
     at.on_arrival(0.0, B, 90_000)
     assert admitted(at, 0.0) == []
     assert at.admission.longest_wait_s > 0.0
+    at.remove_program(B)
+    at.on_arrival(0.0, C, 90_000, exempt=True)
+    assert not at.admission.is_waited_for
+    assert at.admission.longest_wait_s > 0.0, "nobody waits, and the memory is full"
 
 
 def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:

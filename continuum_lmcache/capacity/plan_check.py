@@ -13,7 +13,10 @@ from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
-SIZES = {Tier.DRAM: "LMCACHE_MAX_LOCAL_CPU_SIZE", Tier.SSD: "LMCACHE_MAX_LOCAL_DISK_SIZE"}
+SIZES = {  # of the server that vLLM starts, and of one that runs already
+    Tier.DRAM: "LMCACHE_MAX_LOCAL_CPU_SIZE (or --l1-size-gb of a server of your own)",
+    Tier.SSD: "LMCACHE_MAX_LOCAL_DISK_SIZE (or max_capacity_gb of its --l2-adapter)",
+}
 MEASURE = "measure with profiles/measure.py on the machine that will serve, and give the file by --profile"
 
 
@@ -80,7 +83,7 @@ def _tiers(plan: DeploymentPlan) -> Iterator[Finding]:
             f"{plan.programs} programs need {tokens:,} tokens, {gib:,.0f} GiB; the GPU holds "
             f"{plan.budget.tokens:,}{held}",
             "what is evicted everywhere is computed again: give LMCache's server more DRAM "
-            "(LMCACHE_MAX_LOCAL_CPU_SIZE) or a disk (docs/lmcache.md)",
+            "(LMCACHE_MAX_LOCAL_CPU_SIZE, or its --l1-size-gb) or a disk (docs/lmcache.md)",
         )
     small = [tier for tier, size in plan.tiers.items() if size < plan.budget.tokens]
     if small:

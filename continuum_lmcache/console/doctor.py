@@ -12,13 +12,7 @@ from continuum_lmcache.capacity import kv_budget, plan_check
 from continuum_lmcache.capacity.kv_budget import GIB, BudgetLine, KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, break_even_tokens
 from continuum_lmcache.console.lmcache_check import checked, read
-from continuum_lmcache.console.machine_specs import (
-    CPU_BLOCK_TOKENS,
-    GPU_BLOCK_TOKENS,
-    MIB,
-    MachineSpec,
-    machine,
-)
+from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import assumed_costs
@@ -106,7 +100,7 @@ def verdict(errors: int, warnings: int) -> str:
 def planned(query: DoctorQuery, on: MachineSpec) -> tuple[DeploymentPlan, list[Finding]]:
     """The plan, and what is wrong with the connector's file."""
     shape, ranks = model(query), query.tensor_parallel_size
-    block_tokens = query.block_size or (CPU_BLOCK_TOKENS if on.on_cpu else GPU_BLOCK_TOKENS)
+    block_tokens = query.block_size or on.block_tokens
     kv = kv_cache(query, on, shape, block_tokens)
     all_ranks_bytes = kv.bytes_per_token * ranks
     sizes_gib: Mapping[Tier, float] = {}

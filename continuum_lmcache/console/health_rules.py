@@ -122,7 +122,7 @@ def small_tier(page: MetricsPage) -> Iterator[Finding]:
             f"the programs' contexts add up to {contexts:,.0f} tokens, and the largest tier "
             f"holds {largest:,.0f}",
             "it evicts KV before the program returns: give LMCache's server more DRAM "
-            "(LMCACHE_MAX_LOCAL_CPU_SIZE) or a disk",
+            "(LMCACHE_MAX_LOCAL_CPU_SIZE, or its --l1-size-gb) or a disk",
         )
 
 

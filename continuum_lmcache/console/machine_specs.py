@@ -15,7 +15,8 @@ from continuum_lmcache.reload.cards import CARDS, Card, card_of
 from continuum_lmcache.reload.cost_model import CostModel
 
 MIB = 1024**2
-GPU_BLOCK_TOKENS, CPU_BLOCK_TOKENS = 16, 128  # vLLM's defaults
+GPU_BLOCK_TOKENS = 16  # vLLM's defaults
+CPU_BLOCK_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ class MachineSpec:
     device: str
     card: Card | None  # None: not known
     on_cpu: bool
+
+    @property
+    def block_tokens(self) -> int:
+        """vLLM's default block."""
+        return CPU_BLOCK_TOKENS if self.on_cpu else GPU_BLOCK_TOKENS
 
 
 def machine(profile: Path | None, gpu: str) -> MachineSpec:

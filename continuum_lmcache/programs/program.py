@@ -60,7 +60,7 @@ class Program:
     tool: ToolKey = ()  # called by the last one
     finished_s: float | None = None  # when that ended; None if a later one is here
     residency: Residency = NOWHERE  # of its context, below the GPU, when it ended
-    reload_s: float = 0.0  # PrefillReload of that context
+    reload_s: float = 0.0  # what that context costs after a wait in the line
     hashes: array[int] = field(default_factory=no_hashes)  # of its whole blocks
     # its place in admission's line
     priority: int = 0

@@ -114,8 +114,8 @@ class ProgramTable:
         yields: bool = False,
     ) -> None:
         """The turn ended in a tool call, from which the program is expected back within `expected_s`.
-        `reload_s`: PrefillReload of its context. `yields`: it gives its place up. `hashes`: of the turn's
-        whole blocks."""
+        `reload_s`: what its context costs after a wait in the line. `yields`: it gives its place up.
+        `hashes`: of the turn's whole blocks."""
         self._end_turn(now_s, program)
         program.turns += 1
         program.tool, program.finished_s, program.residency = turn.tool, now_s, turn.residency

@@ -164,6 +164,9 @@ def adopt(config: VllmConfig) -> None:
         "VLLM_USE_RUST_FRONTEND",
     )
     settings = load_settings(config)
+    policy_named(settings.policy)  # here too, so that a mistake stops the start and not the engine
+    if settings.profile:
+        read_profile(Path(settings.profile))
     name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"
     config.scheduler_config.scheduler_cls = SCHEDULERS + name
     writes_files = settings.tool_durations_file or settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR")
@@ -189,14 +192,10 @@ def check_version(found: str) -> None:
 
 
 def load_settings(config: VllmConfig) -> ContinuumConfig:
-    """The settings in use, checked here so that a mistake stops the start and not the engine."""
+    """The settings in use, of the connector's config and the environment. Raises ConfigError."""
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
-    settings = ContinuumConfig.load(extra, os.environ)
-    policy_named(settings.policy)
-    if settings.profile:
-        read_profile(Path(settings.profile))
-    return settings
+    return ContinuumConfig.load(extra, os.environ)
 
 
 def read_profile(path: Path) -> CostModel:

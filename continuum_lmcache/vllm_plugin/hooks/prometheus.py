@@ -42,7 +42,7 @@ def histogram(text: str, buckets_s: tuple[float, ...], label: str = "") -> Metri
 gauge = partial(Metric, Gauge, more={"multiprocess_mode": "mostrecent"})
 counter = partial(Metric, Counter)
 PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
-LONGEST = "How long a program that comes now waits for a place at most, beside the turns under way"
+LONGEST = "How long a program that comes now waits for a place at most; 0: a usual one starts at once"
 LOST = "Returns that found less than the last turn left, by cause and the third where that begins"
 DELAY = "Queueing delay of programs' turns, by whether the GPU had lost their context"
 METRICS = {
