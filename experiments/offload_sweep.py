@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +33,8 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError, nearest
-from experiments.sim.trace_programs import FITTED, HALVES, refuse_unknown, traces_folder
-from experiments.sweep import closed_loop, goals, trace_goals
+from experiments.sim.trace_programs import refuse_unknown
+from experiments.sweep import closed_loop, goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size, installed, named
 from experiments.sweep.live_plans import LIVE_PLANS, paced
@@ -165,45 +165,12 @@ def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> 
     return installed(cases)
 
 
-def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
-    """Run missing cases of the goals, or of those with `parts` in their names; then print their table."""
-    rows, chosen = Rows(out / "offload_sweep.csv"), goals.goals(size, parts)
-    complete(rows, goals.cases(chosen, seeds), jobs)
-    lines = goals.table(rows, chosen, seeds)
-    title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
-    conditions = caption(found(rows, goals.cases(chosen, seeds)))
-    publish(lines, title, [conditions], out / f"goals-{size.value}{'-some' if parts else ''}")
-
-
-def replay_traces(
-    size: Size,
-    seeds: Sequence[int],
-    half: str,
-    machines: str,
-    untold_ends: bool,
-    parts: str,
-    jobs: int,
-    out: Path,
-) -> None:
-    """Run missing cases of the traces' rows, or of those with `parts` in their names; then print them."""
-    if half not in (*HALVES, FITTED):
-        raise SweepError(f"--half is {half!r}; known: {', '.join(HALVES)}, {FITTED}")
-    if half != FITTED:
-        traces_folder()  # raises before anything runs
-    rows = Rows(out / "offload_sweep.csv")
-    every = trace_goals.points(size, half, seeds, machines.split(","))
-    every = [replace(point, untold_ends=untold_ends) for point in every]
-    settings = [point for point in every if goals.is_wanted(trace_goals.name_of(point), parts)]
-    if not settings:
-        known = "; ".join(dict.fromkeys(map(trace_goals.name_of, every)))
-        raise SweepError(f"no row has {parts!r} in its name; at this size there are: {known}")
-    cases = trace_goals.cases(settings)
+def reach(chosen: Sequence[goals.Goal], seeds: Sequence[int], title: str, jobs: int, path: Path) -> None:
+    """Run missing cases of the goals; then print their table, and write it at `path`."""
+    rows, cases = Rows(path.parent / "offload_sweep.csv"), goals.cases(chosen, seeds)
     complete(rows, cases, jobs)
-    lines, verdicts = trace_goals.table(rows, settings), trace_goals.verdicts(rows, settings)
-    title = f"Traces, half {half!r}, seeds {', '.join(map(str, seeds))}"
-    words = [caption(found(rows, cases)), "", *(f"- {verdict}" for verdict in verdicts)]
-    name = f"traces-{half}-{size.value}{'-untold' if untold_ends else ''}{'-some' if parts else ''}"
-    publish(lines, title, words, out / name)
+    title += f", seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
+    publish(goals.table(rows, chosen, seeds), title, [caption(found(rows, cases))], path)
 
 
 def main(
@@ -245,11 +212,13 @@ def main(
         if jps is not None:
             plans = at_rate(plans, engine, jps)
         suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
+        untuned, part = chosen or goals.SEEDS[size], "-some" * bool(regimes)
         if GOALS in figures:
-            reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], regimes, jobs, out)
+            reach(goals.goals(size, regimes), untuned, "Goals", jobs, out / f"goals-{size.value}{part}")
         if TRACES in figures:
-            seed_list = seeds_of(seeds) if seeds else goals.SEEDS[size]
-            replay_traces(size, seed_list, half, machines, untold_ends, regimes, jobs, out)
+            every = goals.traces(size, half, machines.split(","), untold_ends, regimes)
+            name = f"traces-{half}-{size.value}{'-untold' * untold_ends}{part}"
+            reach(every, untuned, f"Traces, half {half!r}", jobs, out / name)
         if SESSIONS in figures:
             refuse_unknown(trace, half)
             loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)

@@ -20,11 +20,10 @@ from experiments.sim.trace_programs import (
     half_of,
     work_s,
 )
-from experiments.sweep.cases import ENDLESS
+from experiments.sweep.goals import cases, table, traces
 from experiments.sweep.grids import Size
 from experiments.sweep.rows import Rows
 from experiments.sweep.simulated import run
-from experiments.sweep.trace_goals import CONTENDERS, by_name, cases, name_of, points, table, verdicts
 
 A100 = MACHINES["a100"]
 
@@ -101,19 +100,18 @@ def test_without_the_folder_the_sweep_says_where_it_looked(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_row_has_ours_beside_the_rivals_and_the_bounds(tmp_path: Path) -> None:
-    chosen = [p for p in points(Size.QUICK, "tune", [1], ["a100"]) if "claude-code:" in p.workload]
-    chosen = [p for p in chosen if name_of(p).endswith((", none, 1", ", DRAM, 1"))]
+def test_a_row_of_a_trace_has_ours_against_the_better_of_its_rivals(tmp_path: Path) -> None:
+    untold = traces(Size.QUICK, "tune", ["a100"], True, "claude-code, none, 1; claude-code, DRAM, 1")
+    assert [goal.regime for goal in untold] == [
+        "a100, claude-code, none, 1, ends not told",
+        "a100, claude-code, DRAM, 1, ends not told",
+    ]
+    chosen = traces(Size.QUICK, "tune", ["a100"], False, "claude-code, none, 1; claude-code, DRAM, 1")
     rows = Rows(tmp_path / "rows.csv")
-    every = cases(chosen)
-    for point in every:
+    for point in cases(chosen, [1]):
         rows.add(point, run(point))
-    assert [point.contender for point in every].count(ENDLESS) == 1, "no tier changes what evicts nothing"
-    header, bare, tiered = table(rows, chosen)
-    assert len(header) == len(bare) and bare[0] == "a100, claude-code, none, 1"
-    assert tiered[0] == "a100, claude-code, DRAM, 1"
-    [runs] = by_name(rows, chosen)[bare[0]]
-    times_s = {name: float(row["job_mean_s"]) for name, row in runs.items()}
-    assert times_s[ENDLESS] <= min(times_s.values()) * 1.01 and set(times_s) == set(CONTENDERS)
-    [pressed] = verdicts(rows, chosen)
-    assert "Pressed rows (2)" in pressed and bare[1].split()[0]
+    header, bare, tiered = table(rows, chosen, [1])
+    assert len(header) == len(bare) == len(tiered)
+    [ours], rivals = rows.of([chosen[0].at(1).ours]), rows.of(chosen[0].at(1).rivals)
+    best_s = min(float(row["job_mean_s"]) for row in rivals)
+    assert len(rivals) == 2 and bare[4] == f"{best_s / float(ours['job_mean_s']):.3f}"

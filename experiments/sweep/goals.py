@@ -1,24 +1,32 @@
-"""The policy's goals, the cases that each needs, and whether it is reached.
+"""The policy's goals, the cases that each needs, and whether it is reached; real agents' traces among them.
 
 Simulated: an assumed A100 and Llama-3.1-8B unless a row says otherwise; nothing is measured. The
-policy was tuned on seeds 1 and 2; the seeds here are others.
+policy was tuned on seeds 1 and 2; the seeds here are others. Programs of a trace are those of one half: tune
+on the half "tune", report "report". "fitted" stands for the half that programs were fitted to, where there is
+no trace; chat has no such programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import sqrt
 from statistics import mean, stdev
 
+from experiments.sim.trace_programs import FITTED, refuse_unknown
 from experiments.sweep.cases import STOCK, Point, SweepError
-from experiments.sweep.grids import DRAM_GB, SLOW_DRAM_GB, Size
-from experiments.sweep.rows import Row, Rows
+from experiments.sweep.grids import CODING, DRAM_GB, KV_CONTEXTS, SLOW_DRAM_GB, TIERS, Size
+from experiments.sweep.rows import Rows
 from experiments.tables import spread
 
 OURS, PAPER, ORDER = "continuum", "continuum-published", "program-fcfs"
 SEEDS = {Size.QUICK: (3,), Size.DEFAULT: (3, 4), Size.FULL: (3, 4, 5, 6, 7)}
 PROGRAMS = {Size.QUICK: 12, Size.DEFAULT: 60, Size.FULL: 80}
+TRACED = {Size.QUICK: 12, Size.DEFAULT: 40, Size.FULL: 80}  # programs of a trace
+AGENTS, CONTROL = (CODING, "mini-swe", "claude-code", "bfcl"), "chat"
+LOADS = (0.6, 1.0, 1.5)  # seconds of work a second
+TRACED_TIERS = TIERS | {"large DRAM": (8.0, 0.0)}
 MOST_P99 = 1.05  # times program-fcfs's P99 of job times, on the mean of the seeds
 
 
@@ -112,11 +120,34 @@ def survey(jps: float) -> Goal:
 
 
 def goals(size: Size, parts: str = "") -> list[Goal]:
-    """Smallest for `quick`, all rates for `full`. `parts` of names, between semicolons, choose
-    some of them. Raises SweepError where none has such a name."""
+    """Smallest for `quick`, all rates for `full`; of these `some`. Raises SweepError."""
     programs = PROGRAMS[size]
     rates = (1.0, 3.0, 6.0, 10.0, 15.0) if size is Size.FULL else (1.0, 3.0)
-    every = [*papers(programs), *harmless(programs), *map(survey, rates)]
+    return some([*papers(programs), *harmless(programs), *map(survey, rates)], parts)
+
+
+def traces(size: Size, half: str, machines: Sequence[str], untold_ends: bool, parts: str = "") -> list[Goal]:
+    """Each trace with each tier at each load, and chat, where nothing is to gain, at one; of these `some`.
+
+    Raises SweepError, and TraceError for an unknown half or where no traces are.
+    """
+    refuse_unknown(CODING, half)
+    loads = LOADS if size is not Size.QUICK else (1.0,)
+    every = [*product(machines, AGENTS, TRACED_TIERS, loads)]
+    every += [] if half == FITTED else [(machines[0], CONTROL, "none", 1.0)]
+    found = []
+    for card, name, tier, load in every:
+        count = TRACED[size] * (4 if name == CONTROL else 1)
+        setting = Point(OURS, count, 0.0, 0, f"trace:{name}:{half}", card, load=load, kv_contexts=KV_CONTEXTS)
+        dram_kv, ssd_kv = TRACED_TIERS[tier]
+        setting = replace(setting, dram_kv=dram_kv, ssd_kv=ssd_kv, untold_ends=untold_ends)
+        regime = f"{card}, {name}, {tier}, {load:g}" + ", ends not told" * untold_ends
+        found.append(against(regime, setting, (ORDER, PAPER), 1.0, 1.05))
+    return some(found, parts)
+
+
+def some(every: Sequence[Goal], parts: str) -> list[Goal]:
+    """Those with one of `parts`, between semicolons, in their names. Raises SweepError where none has."""
     chosen = [goal for goal in every if is_wanted(goal.regime, parts)]
     if not chosen:
         known = "; ".join(goal.regime for goal in every)
@@ -145,7 +176,7 @@ def line(rows: Rows, goal: Goal, seeds: Sequence[int]) -> list[str]:
     """One goal's figures."""
     ratios, tails, firsts = [], [], []
     for seed in seeds:
-        by_point = {point: row_of(rows, point) for point in goal.at(seed).points}
+        by_point = {point: rows.of([point])[0] for point in goal.at(seed).points}
         ours, order = by_point[goal.at(seed).ours], by_point[goal.at(seed).order]
         best_s = min(float(by_point[p]["job_mean_s"]) for p in goal.at(seed).rivals)
         ratios.append(best_s / float(ours["job_mean_s"]))
@@ -176,8 +207,3 @@ def verdict(goal: Goal, ratios: Sequence[float], tails: Sequence[float]) -> str:
     reached = min(ratios) if goal.worst_seed else mean(ratios)
     words = "aim" if reached >= goal.aim else "least" if reached >= goal.least else "MISSED"
     return words if mean(tails) <= MOST_P99 else f"{words}, TAIL"
-
-
-def row_of(rows: Rows, point: Point) -> Row:
-    [row] = rows.of([point])
-    return row
