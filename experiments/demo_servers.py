@@ -30,7 +30,7 @@ from experiments.demo_scenario import (
     time_scale,
 )
 from experiments.driver import TurnRecord
-from experiments.mp_server import MpProcess, serve_mp
+from experiments.mp_server import OURS, MpProcess, serve_mp
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import ServerError, fast_dtype, serve, tail
@@ -41,10 +41,6 @@ ROOT = Path(__file__).parents[1]
 LMCACHES_OWN = {  # vLLM's own name and module: no plugin replaces a connector whose module is given
     "kv_connector": "LMCacheMPConnector",
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
-}
-OURS = {
-    "kv_connector": "ContinuumLMCacheMPConnector",
-    "kv_connector_module_path": "connectors.lmcache_mp",
 }
 # The worker is in the engine's process, as on one GPU: a server starts in two thirds of the time.
 IN_ENGINE_ARGS = ("--distributed-executor-backend", "uni")

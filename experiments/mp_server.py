@@ -29,6 +29,10 @@ from experiments.server import (
     wait_until_healthy,
 )
 
+OURS = {  # this package's, by its path: under vLLM's own name a policy of vLLM's has no metrics of ours
+    "kv_connector": "ContinuumLMCacheMPConnector",
+    "kv_connector_module_path": "connectors.lmcache_mp",
+}
 HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
 
 

@@ -67,7 +67,6 @@ class Live:
     jps: float  # arrivals, programs a second
     seed: int
     workload: str = "swe"  # a key of table1.GENERATORS
-    machine: str = "cpu-tiny"  # a key of live.MACHINES
     dram_gb: float = 0.0
     ssd_gb: float = 0.0
 

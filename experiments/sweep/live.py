@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from experiments import policies
 from experiments.driver import identity
-from experiments.mp_server import serve_mp
+from experiments.mp_server import OURS, serve_mp
 from experiments.peers import live as peers
 from experiments.peers.install import missing
 from experiments.replay import Job, replay
@@ -33,59 +32,17 @@ WATERMARK = 0.8  # LMCache's default: the share of L1 above which it evicts
 FREE_WINDOWS = 2  # of L1, beside the case's DRAM, where there is a disk
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A model on a machine, with the proportions of the paper's offload experiment: GPU KV for about seven
-    mean final contexts, and tool times of a third of the work (Continuum, arXiv 2511.02230, Fig. 9).
-
-    Sizes in GB, here and in a case, are those of KV in bfloat16. In float32 a server gets twice the bytes.
-    """
-
-    gpu_blocks: int
-    block_tokens: int
-    kv_bytes_per_token: int
-    window_tokens: int
-    chunk_tokens: int  # LMCache's
-    time_scale: float  # of tool gaps
-    profile: str  # in profiles/
-    dtype: str
-
-    @property
-    def kv_gb(self) -> float:
-        """The GPU's KV cache, in GB."""
-        return self.gpu_blocks * self.block_tokens * self.kv_bytes_per_token / 1e9
-
-    @property
-    def window_gb(self) -> float:
-        """The longest context's KV, in GB."""
-        return self.window_tokens * self.kv_bytes_per_token / 1e9
-
-    def served_gb(self, gb: float) -> float:
-        """The bytes of a tier of that size in the server's dtype."""
-        return gb * KV_BYTES_PER_TOKEN[self.dtype] / self.kv_bytes_per_token
-
-    def gib(self, gb: float) -> float:
-        """The same in GiB, in which LMCache counts."""
-        return self.served_gb(gb) * 1e9 / 2**30
-
-
-# by its path: a policy of vLLM's own has LMCache's own connector, without our metrics
-OURS = {
-    "kv_connector": "ContinuumLMCacheMPConnector",
-    "kv_connector_module_path": "connectors.lmcache_mp",
-}
-MACHINES = {
-    "cpu-tiny": Machine(
-        gpu_blocks=120,
-        block_tokens=128,
-        kv_bytes_per_token=KV_BYTES_PER_TOKEN["bfloat16"],
-        window_tokens=4096,
-        chunk_tokens=128,
-        time_scale=0.125,
-        profile=profile_here(),
-        dtype=fast_dtype(),
-    )
-}
+# The small model's server has the proportions of the paper's offload experiment: GPU KV for about seven mean
+# final contexts, and tool times of a third of the work (Continuum, arXiv 2511.02230, Fig. 9). Sizes in GB,
+# here and in a case, are those of KV in bfloat16. In float32 a server gets twice the bytes.
+DTYPE = fast_dtype()
+GPU_BLOCKS, BLOCK_TOKENS, WINDOW_TOKENS = 120, 128, 4096
+CHUNK_TOKENS = 128  # LMCache's
+TIME_SCALE = 0.125  # of tool gaps
+TOKEN_GB = KV_BYTES_PER_TOKEN["bfloat16"] / 1e9
+KV_GB, WINDOW_GB = GPU_BLOCKS * BLOCK_TOKENS * TOKEN_GB, WINDOW_TOKENS * TOKEN_GB
+SERVED = KV_BYTES_PER_TOKEN[DTYPE] / KV_BYTES_PER_TOKEN["bfloat16"]  # bytes over those of bfloat16
+GIB = 2**30 / 1e9  # in which LMCache counts, in GB
 
 
 def run(case: Live, keep: Path) -> dict[str, Any]:
@@ -94,24 +51,21 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
     Nothing is measured before all servers are healthy; `start_s` is the time until then.
     Raises SweepError for unknown names and failed turns, ServerError, ServerUnusable.
     """
-    machine, policy, chosen = machine_of(case), policy_of(case.contender), selection_of(case)
+    policy, chosen = policy_of(case.contender), selection_of(case)
     keep.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
     with ExitStack() as until:
         folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="continuum-live-")))
-        args, env = arguments(case, machine, policy)
-        tiers = until.enter_context(mp_tiers(case, machine, folder, keep))
+        args, env = arguments(case, policy)
+        tiers = until.enter_context(mp_tiers(case, folder, keep))
         model = make_model(ROOT / ".work" / "tiny-model")
         engine = until.enter_context(serve(model, [*args, *tiers], log=keep / "server.log", env=env))
         url, says = engine, identity
         if case.contender in PEERS:
             says = peers.identity
         if case.contender in ROUTERS:
-            capacity_tokens = machine.gpu_blocks * machine.block_tokens
-            log = keep / "router.log"
-            url = until.enter_context(
-                peers.router(case.contender, machine.profile, capacity_tokens, engine, log)
-            )
+            tokens, log = GPU_BLOCKS * BLOCK_TOKENS, keep / "router.log"
+            url = until.enter_context(peers.router(case.contender, profile_here(), tokens, engine, log))
         start_s, before_s = time.monotonic() - began_s, probe_s()
         summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
         after_s = probe_s()
@@ -121,28 +75,21 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
     return figures(summary, summary["job_times_s"]) | machine_then
 
 
-def machine_of(case: Live) -> Machine:
-    if case.machine not in MACHINES:
-        raise SweepError(f"machine is {case.machine!r}; known to --engine live: {', '.join(MACHINES)}")
+def selection_of(case: Live) -> Selection:
+    """The case's programs, of a size that the server can hold. Raises SweepError for unknown names."""
     name, _, half = case.workload.partition(":")
     known = [*GENERATORS, *shapes(), *(f"{source}:HALF" for source in SOURCES)]
     if case.workload not in GENERATORS and name not in (SOURCES if half else shapes()):
         raise SweepError(f"workload is {case.workload!r}; known: {', '.join(known)}")
     if case.ssd_gb and not case.dram_gb:
         raise SweepError(f"{case}: LMCache's disk tier needs a DRAM tier in front of it; give dram_gb")
-    return MACHINES[case.machine]
-
-
-def selection_of(case: Live) -> Selection:
-    """The case's programs, of a size that its machine can serve. Raises SweepError for unknown names."""
-    machine = machine_of(case)
     return Selection(
         case.seed,
         generator=case.workload,
         count=case.programs,
         jps=case.jps,
-        max_context_tokens=machine.window_tokens,
-        time_scale=machine.time_scale,
+        max_context_tokens=WINDOW_TOKENS,
+        time_scale=TIME_SCALE,
     )
 
 
@@ -158,35 +105,35 @@ def policy_of(contender: str) -> str | None:
     return policies.setting(contender)
 
 
-def arguments(case: Live, machine: Machine, policy: str | None) -> tuple[list[str], dict[str, str]]:
+def arguments(case: Live, policy: str | None) -> tuple[list[str], dict[str, str]]:
     """The server's arguments and environment, without its tiers."""
-    args = ["--dtype", machine.dtype, "--max-model-len", str(machine.window_tokens)]
-    args += ["--num-gpu-blocks-override", str(machine.gpu_blocks)]
+    args = ["--dtype", DTYPE, "--max-model-len", str(WINDOW_TOKENS)]
+    args += ["--num-gpu-blocks-override", str(GPU_BLOCKS)]
     env: dict[str, str] = {}
     if case.contender in PEERS:
-        more, env = peers.served(case.contender, machine.profile)
+        more, env = peers.served(case.contender, profile_here())
         args += more
     if policy is not None:
         args += ["--scheduling-policy", "continuum"]
-        profile = str(ROOT / "profiles" / machine.profile)
+        profile = str(ROOT / "profiles" / profile_here())
         env |= {"CONTINUUM_POLICY": policy, "CONTINUUM_PROFILE": profile}
     return args, env
 
 
 @contextmanager
-def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator[list[str]]:
+def mp_tiers(case: Live, folder: Path, keep: Path) -> Iterator[list[str]]:
     """An `lmcache server` with the case's tiers, if it has any; vLLM's arguments for it."""
     if not case.dram_gb:
         yield []
         return
-    l1_gb, watermark = l1_of(case, machine)
-    more = ["--chunk-size", str(machine.chunk_tokens), "--eviction-trigger-watermark", f"{watermark:.3f}"]
-    log, disk, disk_gb = keep / "lmcache.log", folder / "disk", machine.served_gb(case.ssd_gb)
-    with serve_mp(machine.gib(l1_gb), disk, log, *more, disk_gb=disk_gb) as mp:
+    l1_gb, watermark = l1_of(case)
+    more = ["--chunk-size", str(CHUNK_TOKENS), "--eviction-trigger-watermark", f"{watermark:.3f}"]
+    log, disk, disk_gb = keep / "lmcache.log", folder / "disk", SERVED * case.ssd_gb
+    with serve_mp(SERVED * l1_gb / GIB, disk, log, *more, disk_gb=disk_gb) as mp:
         yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS)]
 
 
-def l1_of(case: Live, machine: Machine) -> tuple[float, float]:
+def l1_of(case: Live) -> tuple[float, float]:
     """L1's size in GB, and the share above which LMCache evicts from it.
 
     With a disk L1 has free room beside the case's DRAM, for a prompt that is read from L2 and for what is
@@ -194,7 +141,7 @@ def l1_of(case: Live, machine: Machine) -> tuple[float, float]:
     """
     if not case.ssd_gb:
         return case.dram_gb, WATERMARK
-    l1_gb = case.dram_gb + FREE_WINDOWS * machine.window_gb
+    l1_gb = case.dram_gb + FREE_WINDOWS * WINDOW_GB
     return l1_gb, case.dram_gb / l1_gb
 
 

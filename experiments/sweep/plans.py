@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.sweep.cases import STOCK, Case, Point
 from experiments.sweep.grids import (
@@ -78,7 +79,16 @@ def rate_and_tiers(case: Case) -> str:
 
 UNTUNED = (3, 4, 5, 6, 7)  # what is tuned is tuned on 1 and 2
 LMCACHE = f"{STOCK}+LMCache"
-PEER_COLUMNS = ("job_mean_s", "job_p50_s", "job_p99_s", "ttft_max_s")  # of other projects' schedulers
+TAILS, WITH_WAITS = ("job_p90_s", "job_p95_s"), ("job_mean_s", "ttft_max_s")
+OF_PEERS = partial(  # other projects' schedulers
+    Plan,
+    label=bare_name,
+    baseline="continuum",
+    shows=("job_mean_s", "job_p50_s", "job_p99_s", "ttft_max_s"),
+    drawn=WITH_WAITS,
+    by_seed=True,
+    seeds=UNTUNED,
+)
 DRAM = f"{DRAM_GB:g} GB of DRAM"
 PLANS: dict[str, Plan] = {
     "tiers": Plan(
@@ -86,7 +96,7 @@ PLANS: dict[str, Plan] = {
         by_tiers,
         in_kv_caches,
         bare_name,
-        shows=("job_mean_s", "ttft_max_s"),
+        shows=WITH_WAITS,
         seeds=UNTUNED,
     ),
     "cards": Plan(
@@ -94,27 +104,15 @@ PLANS: dict[str, Plan] = {
         by_card,
         lambda case: f"{case.machine}, {rate_and_tiers(case)}",
         bare_name,
-        shows=("job_mean_s", "ttft_max_s"),
+        shows=WITH_WAITS,
         seeds=UNTUNED,
     ),
     "fig8": Plan("No offloading", by_rate(0.0), rate),
     "fig9": Plan(DRAM, by_rate(DRAM_GB), rate, baseline=LMCACHE),
-    "fig10": Plan(
-        f"Tails, {DRAM}", by_rate(DRAM_GB), rate, baseline=LMCACHE, shows=("job_p90_s", "job_p95_s")
-    ),
+    "fig10": Plan(f"Tails, {DRAM}", by_rate(DRAM_GB), rate, baseline=LMCACHE, shows=TAILS),
     "fig14": Plan(
         f"{SLOW_DRAM_GB:g} GB of DRAM and a disk", by_ssd, of_field("ssd_gb", "disk, GB:"), baseline=LMCACHE
     ),
     "fig15": Plan("Ablation", ablation, tiers, label=bare_name),
-    "peers": Plan(
-        "Other projects' schedulers",
-        with_peers,
-        rate_and_tiers,
-        bare_name,
-        baseline="continuum",
-        shows=PEER_COLUMNS,
-        drawn=("job_mean_s", "ttft_max_s"),
-        by_seed=True,
-        seeds=UNTUNED,
-    ),
+    "peers": OF_PEERS("Other projects' schedulers", with_peers, rate_and_tiers),
 }

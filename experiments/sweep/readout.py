@@ -80,7 +80,7 @@ def caption(pairs: Found) -> str:
     if any(isinstance(case, Live) for case in cases):
         return (
             f"real servers: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a "
-            f"second, seeds {_values(cases, 'seed')}, machine {_values(cases, 'machine')}{_speed(pairs)}"
+            f"second, seeds {_values(cases, 'seed')}{_speed(pairs)}"
         )
     merged = {case.merge_steps for case in cases if isinstance(case, Point)} != {1}
     return (
@@ -96,7 +96,7 @@ def _speed(pairs: Found) -> str:
     probes_s = [float(row["probe_s"]) for _, row in pairs if row.get("probe_s")]
     if not probes_s:
         return ""
-    return f", whose slowest probe took {max(probes_s) / min(probes_s):.2f} times its fastest"
+    return f", the machine's slowest probe took {max(probes_s) / min(probes_s):.2f} times its fastest"
 
 
 def _arrivals(cases: Sequence[Case]) -> str:

@@ -88,9 +88,7 @@ def named(case: Live) -> str:
     """A folder's name for the case."""
     tiers_mb = "-".join(f"{gb * 1e3:.0f}" for gb in (case.dram_gb, case.ssd_gb))
     workload = case.workload.replace(":", "-")
-    return (
-        f"{case.contender}-{workload}-{case.machine}-{tiers_mb}-{case.programs}x{case.jps:g}-seed{case.seed}"
-    )
+    return f"{case.contender}-{workload}-{tiers_mb}-{case.programs}x{case.jps:g}-seed{case.seed}"
 
 
 def refuse_settings() -> None:
