@@ -18,6 +18,7 @@ from experiments.tables import (
     Rows,
     Summary,
     at,
+    between,
     caption,
     comparison,
     load,
@@ -157,7 +158,7 @@ def publish(page: str, out: Path) -> None:
         name = f"comparison.{kind}"
         (folder / name).write_bytes((out / name).read_bytes())
     readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(), excerpt(page)))
+    readme.write_text(between(readme.read_text(), README_MARKS, excerpt(page)))
 
 
 def excerpt(page: str) -> str:
@@ -178,12 +179,3 @@ def excerpt(page: str) -> str:
     else:
         words = f"{conditions}\n\n{after}"
     return "\n".join([f"**{said}**", "", *kept, "", words]) + "\n"
-
-
-def filled(readme: str, page: str) -> str:
-    """The README with the page between the demo's marks."""
-    before, start, rest = readme.partition(README_MARKS[0])
-    _, end, after = rest.partition(README_MARKS[1])
-    if not (start and end):
-        raise SystemExit(f"demo: README.md has no lines {README_MARKS[0]} and {README_MARKS[1]}")
-    return f"{before}{start}\n{page}{end}{after}"

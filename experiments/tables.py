@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +19,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.summary import SCHEMA
 
@@ -139,10 +136,19 @@ def caption(runs: dict[str, list[Summary]]) -> str:
     return "; ".join(words) + f"; seeds {seeds}"
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table in GitHub's notation."""
+def markdown(rows: Sequence[Sequence[str]], others: str = "---:") -> str:
+    """The table in GitHub's notation; `others` aligns all columns but the first."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+    return "\n".join([lines[0], "|---" + f"|{others}" * (len(rows[0]) - 1) + "|", *lines[1:]])
+
+
+def between(page: str, marks: tuple[str, str], text: str) -> str:
+    """The page with `text` between its two marks. Raises ValueError where it lacks them."""
+    before, start, rest = page.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not (start and end):
+        raise ValueError(f"a page has no lines {marks[0]} and {marks[1]}")
+    return f"{before}{start}\n{text.rstrip()}\n{end}{after}"
 
 
 def write_lines(lines: Sequence[Sequence[str]], path: Path) -> None:

