@@ -1,10 +1,10 @@
 """N live sessions of real agents, live, on one card; and what `continuum` costs where it can gain nothing.
 
-Every contender is a separate server. As many as fit into the GPU's memory start together; then each in turn
-gets the same load while the others are idle. First (`level`) a few programs that fit the memory many times
-over, in pairs against stock vLLM. Then (`sessions`) more live sessions than the KV cache holds, with an
-agent's programs. The stage `simulated` plays the same sessions in the simulator, from the profile that was
-measured.
+Every contender is a separate server. As many as fit into the GPU's memory start together, on a CPU the first
+two; then each in turn gets the same load while the others are idle, on a CPU frozen by SIGSTOP, so that they
+take none of it. First (`level`) a few programs that the memory holds, in pairs against stock vLLM. Then
+(`live`) more live sessions than the KV cache holds, with an agent's programs. The stage `simulated` plays the
+same sessions in the simulator, from the profile that was measured.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
 import torch
 import yaml
 
@@ -34,7 +35,7 @@ from experiments.gpu.place import GB, Place
 from experiments.mp_server import serve_mp
 from experiments.replay import ORDINARY, SHARED_PREFIX_TOKENS, Job, replay_sessions
 from experiments.selection import Selection
-from experiments.server import ServerError, serve
+from experiments.server import ServerError, processes, serve
 from experiments.sessions import capped, figures
 from experiments.sim.serving import STOCK, Setup
 from experiments.sim.step_time import Machine
@@ -51,6 +52,7 @@ WARM_UP = (4, PAIRS)  # sessions, and the pair's number
 PAIR_TOKENS = (1500, 250, 250, 250)  # new in each turn's prompt
 PAIR_OUTPUTS = (100, 100, 100, 100)
 PAIR_GAP_S = 0.05
+WAKE_S = 0.5  # from a thaw to the first request
 FIGURES = ("tokens_per_s", "goodput_10", "goodput_30", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "ttft_max_s")
 
 
@@ -81,6 +83,26 @@ class Server:
 
     who: Contender
     url: str
+    frozen: Sequence[psutil.Process] = ()  # its processes, the front end first, where it is frozen when idle
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within the block it runs."""
+        self.thaw()
+        time.sleep(WAKE_S if self.frozen else 0.0)
+        try:
+            yield
+        finally:
+            self.freeze()
+
+    def freeze(self) -> None:
+        for process in self.frozen:
+            process.suspend()
+
+    def thaw(self) -> None:
+        for process in reversed(self.frozen):
+            with suppress(psutil.NoSuchProcess):  # it died: the requests' error says more
+                process.resume()
 
 
 def pool(place: Place) -> tuple[Program, ...]:
@@ -125,17 +147,21 @@ def measured(
                 if isinstance(came, ServerError):
                     left_out[who.label] = str(came)
                 else:
-                    servers.append(Server(who, came))
+                    is_frozen = not place.on_gpu and len(group) > 1
+                    servers.append(Server(who, came, processes(came) if is_frozen else ()))
+                    until.callback(servers[-1].thaw)  # a frozen process does not handle SIGTERM
+                    servers[-1].freeze()
             try:
                 if group is every[0]:
-                    for row in level(servers):
+                    for row in level(servers, place):
                         found["level"].append(row)
                         save(found)
             except ServerUnusable as error:
                 left_out["level"] = str(error)
             for sessions in place.sessions:
                 for server in servers:
-                    row = live(server, sessions, trace, place, out, until_s)
+                    with server.awake():
+                        row = live(server, sessions, trace, place, out, until_s)
                     found["rows"].append(row)
                     save(found)
     failed = [f"{r['label']}, {r['sessions']} sessions: {r['why']}" for r in found["rows"] if "why" in r]
@@ -143,16 +169,20 @@ def measured(
     return found | {"failed": "; ".join(failed)}
 
 
-def level(servers: Sequence[Server]) -> Iterator[dict[str, Any]]:
-    """Pairs of the first two servers, in turn (A B, B A, ...), with programs that no cache holds.
+def level(servers: Sequence[Server], place: Place) -> Iterator[dict[str, Any]]:
+    """Pairs of the first two servers, in turn (A B, B A, ...), with programs that no cache holds, and as many
+    at once as the memory holds.
 
     The first pair warms up. Times a token and first tokens are in seconds.
     """
     if len(servers) < 2:
         return
-    for sessions, pair in (WARM_UP, *product(LEVEL_SESSIONS, range(PAIRS))):
-        sides = servers[:2] if pair % 2 else servers[1::-1]
-        turns = {side.who.label: asyncio.run(together(side, pair, sessions)) for side in sides}
+    held = [n for n in LEVEL_SESSIONS if n * sum((*PAIR_TOKENS, *PAIR_OUTPUTS)) <= place.kv_tokens]
+    for sessions, pair in (WARM_UP, *product(held, range(PAIRS))):
+        turns = {}
+        for side in servers[:2] if pair % 2 else servers[1::-1]:
+            with side.awake():
+                turns[side.who.label] = asyncio.run(together(side, pair, sessions))
         if (sessions, pair) != WARM_UP:
             yield {"sessions": sessions, "pair": pair, **{name: pace(of) for name, of in turns.items()}}
 
@@ -249,11 +279,11 @@ def written(found: Sequence[Program], path: Path) -> Path:
 
 
 def groups(place: Place) -> list[tuple[Contender, ...]]:
-    """Contenders whose servers fit the memory together; on a CPU one at a time."""
-    at_once = 1
-    if place.on_gpu:
-        total_gb = torch.cuda.get_device_properties(0).total_memory / GB
-        at_once = max(1, int(SHARED_GPU * total_gb / place.server_gb()))
+    """Contenders whose servers fit the memory together; on a CPU the first two, then one at a time."""
+    if not place.on_gpu:
+        return [CONTENDERS[:2], *((who,) for who in CONTENDERS[2:])]
+    total_gb = torch.cuda.get_device_properties(0).total_memory / GB
+    at_once = max(1, int(SHARED_GPU * total_gb / place.server_gb()))
     return [CONTENDERS[at : at + at_once] for at in range(0, len(CONTENDERS), at_once)]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
+from scipy import stats
 
 from experiments.gpu.agents import FIGURES
-from experiments.no_pressure import estimate
 from experiments.tables import markdown
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -102,6 +102,16 @@ def level_table(pairs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             ratios = [pair[ours][figure] / pair[stock][figure] for pair in of]
             lines.append([str(count), words, *(f"{ms:.2f}" for ms in means), estimate(ratios)])
     return [["sessions", "time", f"{stock}, ms", f"{ours}, ms", "ratio"], *lines]
+
+
+def estimate(values: Sequence[float]) -> str:
+    """Mean, standard error, and 95 % interval of the pairs' values."""
+    middle = fmean(values)
+    if len(values) < 2:
+        return f"{middle:.4f}"
+    error = stdev(values) / len(values) ** 0.5
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return f"{middle:.4f} +- {error:.4f} (95 %: {middle - reach:.4f} to {middle + reach:.4f})"
 
 
 def sessions_table(
