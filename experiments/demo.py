@@ -10,7 +10,6 @@ server after the other, each alone, from the same tiers: stock fcfs, a queue in 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,8 +18,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError
 from experiments import demo_report

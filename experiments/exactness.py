@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,8 +31,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.server import CPU_ENV, GPU_ENV, reserved_port
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model

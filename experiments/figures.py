@@ -6,7 +6,6 @@ python -m experiments.figures       README's picture, from experiments/records/f
 from __future__ import annotations
 
 import csv
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -14,8 +13,6 @@ from statistics import median
 
 import matplotlib
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.tables import SOURCES, Summary, caption
 

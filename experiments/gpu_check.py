@@ -41,8 +41,6 @@ import psutil
 import typer
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
-
 from experiments.gpu.place import PLACES, Place, device_here, facts, model_for, settings
 from experiments.tiny_model import make_model
 

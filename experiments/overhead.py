@@ -15,13 +15,11 @@ named by the client, or read off the answer's last 512 tokens.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -34,8 +32,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
 from experiments.sim.clock import VirtualClock, virtual_time

@@ -21,8 +21,6 @@ from typing import Annotated, Any, Literal, TextIO
 import typer
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
-
 from continuum_lmcache.errors import TraceError
 from experiments.client import Client, ServerUnusable
 from experiments.driver import Identify, Plan, TurnRecord, anonymous, identity, run, run_sessions, untold

@@ -13,18 +13,14 @@ Rows are printed as they end.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Annotated
 
 import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.config import KEYS
 from continuum_lmcache.retention.policies import Features

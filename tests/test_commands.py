@@ -1,4 +1,4 @@
-"""Every command that README and docs name exists, takes the options shown, and runs by its path too."""
+"""Every command that README and docs name exists and takes the options shown; some run by their path too."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ README = ROOT / "README.md"
 EXPERIMENTS = ROOT / "experiments" / "README.md"
 PAGES = [README, EXPERIMENTS, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "profiles" / "README.md"]
 OURS = re.compile(r"(python (-m )?(experiments|profiles)\b|continuum-lmcache )")
+BY_PATH = ("experiments.offload_sweep", "profiles.")  # modules that run by it
 RUNNER = ROOT / "tests" / "commands_in_one_process.py"
 
 
@@ -38,11 +39,13 @@ def by_path(command: list[str]) -> list[str]:
 
 
 def all_of_them() -> list[list[str]]:
-    """README's and the experiments' with each set of options; every script that a page names, by its path."""
+    """README's and the experiments' with each set of options; BY_PATH also so."""
     shown = {page: [asked_for_help(c) for c in commands(page) if OURS.match(c)] for page in PAGES}
     firsts = shown[README] + shown[EXPERIMENTS]
     distinct = {(*c[:4], *sorted(word for word in c if word.startswith("-"))): c for c in firsts}
-    modules = {c[2]: c[:3] for page in PAGES for c in shown[page] if c[:2] == ["python", "-m"]}
+    modules = {
+        c[2]: c[:3] for page in PAGES for c in shown[page] if c[1] == "-m" and c[2].startswith(BY_PATH)
+    }
     return [*distinct.values(), *(by_path([*c, "--help"]) for c in modules.values())]
 
 

@@ -7,14 +7,10 @@ link of 12.5 GB/s where the router migrates it. 200 programs take about 15 s a r
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from statistics import mean, median
 from typing import Annotated
 
 import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
 from experiments.fleet.routers import ROUTERS
 from experiments.fleet.run import FleetResult, FleetSetup, run_fleet

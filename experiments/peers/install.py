@@ -16,8 +16,6 @@ from pathlib import Path
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
-
 from experiments.sweep.cases import PEERS, ROUTERS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,8 +27,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
-
 from experiments.tiny_model import make_model
 from experiments.trust import own_run
 from experiments.trust.own_run import STOCK

@@ -11,20 +11,16 @@ fails if a table still grows after the warm-up and has no larger bound of its ow
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from unittest.mock import patch
 
 import typer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
 from continuum_lmcache import engine
 from continuum_lmcache.programs.end_claims import MAX_CLAIMS
