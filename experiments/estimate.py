@@ -2,8 +2,8 @@
 
     python -m experiments.estimate my.jsonl --model Qwen3-8B --gpu h100 --dram-gb 200
 
-experiments/trace.py has the trace's format. Costs are the card's by its data sheet, so the ratios are worth
-more than the seconds.
+experiments/workload.py has the trace's format. Costs are the card's by its data sheet, so the ratios are
+worth more than the seconds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def answer(stock_s: float, ours_s: float) -> str:
 
 
 def main(
-    trace: Annotated[Path, typer.Argument(help="JSON lines (experiments/trace.py)")],
+    trace: Annotated[Path, typer.Argument(help="JSON lines (experiments/workload.py)")],
     model: Annotated[str, typer.Option(help="a config.json, a folder with one, or a known name")],
     gpu: Annotated[str, typer.Option(help="a card: h100, a100-80gb, ...")],
     dram_gb: Annotated[float, typer.Option(min=0, help="LMCache's, 0 for none")] = 0.0,

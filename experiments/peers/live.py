@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from experiments.peers import settings
-from experiments.peers.identity import agentic_context
 from experiments.peers.install import ENGINE, ROUTER
 from experiments.server import begun, reserved_port, stop, wait_until_healthy
 from experiments.sim.step_time import Machine
@@ -57,5 +56,5 @@ def router(contender: str, profile: str, capacity_tokens: int, worker: str, log:
 
 def identity(program: Program, number: int) -> Mapping[str, Any]:
     """The fields of turn `number` for a peer, in place of this project's."""
-    context = agentic_context(program.program_id, number == len(program.turns))
+    context = settings.agentic_context(program.program_id, number == len(program.turns))
     return {"vllm_xargs": {"agentic_context": context}}

@@ -1,7 +1,8 @@
-"""The peers' settings for a machine, from the profile that our policy reads."""
+"""The peers' settings for a machine, from the profile that our policy reads, and their requests' fields."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from experiments.sim.step_time import Machine
@@ -67,3 +68,13 @@ def agentinfer(machine: Machine) -> dict[str, Any]:
             "decode_step_seconds_per_context_token": token_s,
         }
     }
+
+
+def agentic_context(program: str, is_last: bool) -> str:
+    """The fields by which clients of vllm-router and agentinfer name their program.
+
+    The value of `vllm_xargs.agentic_context`, as JSON text: vLLM lets no mapping through there.
+    """
+    return json.dumps(
+        {"program_id": program, "task_id": program, "agent_role": "lead", "expected_resume": not is_last}
+    )

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from continuum_lmcache.tools.shell_key import SUBMIT, SUBMITS
 from continuum_lmcache.types import NO_CALL
-from experiments.peers.identity import agentic_context
+from experiments.peers.settings import agentic_context
 from experiments.sim.clock import Timetable, VirtualClock
 from experiments.sim.result import JobResult, TurnResult
 from experiments.sim.serving import Setup
