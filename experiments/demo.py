@@ -11,7 +11,6 @@ server after the other, each alone, from the same tiers: stock fcfs, a queue in 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +22,12 @@ from continuum_lmcache.errors import TraceError
 from experiments import demo_report
 from experiments.client import ServerUnusable
 from experiments.demo_scenario import START_FACTOR, WASTE, WINDOWS_TOKENS, Measured, Scenario, Work, pressed
-from experiments.demo_servers import CONTINUUM, FCFS, ORDER, ROOT, Contender, compared, measured
+from experiments.demo_servers import CONTINUUM, FCFS, ORDER, ROOT, compared, measured
 from experiments.selection import Selection
 from experiments.server import ServerError
 from experiments.tiny_model import make_model
 
-TOTAL_S = 420.0  # for a run of one seed, all included; a slow start or two may add a minute. In 300 a slow
+TOTAL_S = 420.0  # for a run, all included; a slow start or two may add a minute. In 300 a slow
 # machine ends few of stock vLLM's programs
 GENERATOR = "claude-code"  # the fitted one with the most contexts on the GPU at this number of programs
 MOST_TURNS = 10  # of a generated program: with all of them a slow machine ends too few in the time
@@ -76,19 +75,13 @@ def workload(trace: Path | None, seed: int, scenario: Scenario | None = None) ->
     return replace(chosen, jps=scenario.jps * last_s / (scenario.programs - 1)) if last_s else chosen
 
 
-def servers(seeds: int, contenders: tuple[Contender, ...]) -> Iterator[tuple[int, Contender]]:
-    """Seed by seed; every second one in reverse order, so that a drift of the machine favours no server."""
-    for seed in range(1, seeds + 1):
-        yield from ((seed, who) for who in (contenders if seed % 2 else contenders[::-1]))
-
-
 def expected_s(found: Measured, scenario: Scenario) -> float:
     """Seconds of one server, from its start to its end."""
     work_s = scenario.programs / min(scenario.capacity_jps, scenario.jps)
     return START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
 
 
-def demo(trace: Path | None, seeds: int, out: Path, clock: Clock) -> str:
+def demo(trace: Path | None, out: Path, clock: Clock) -> str:
     """Measure, serve, compare; returns the result as Markdown.
 
     Raises ServerError, ServerUnusable, TraceError.
@@ -97,7 +90,7 @@ def demo(trace: Path | None, seeds: int, out: Path, clock: Clock) -> str:
     drawn = chosen.programs(lambda _: None)  # a bad trace is known before a server starts
     work = Work.of(drawn, limited=trace is not None)
     contenders = (FCFS, ORDER, CONTINUUM)
-    clock.stages = 1 + seeds * len(contenders)
+    clock.stages = 1 + len(contenders)
     clock.announce(
         "measuring this machine: stock vLLM, nothing beside it, one program and then several", TOTAL_S
     )
@@ -106,19 +99,17 @@ def demo(trace: Path | None, seeds: int, out: Path, clock: Clock) -> str:
     scenario = pressed(found, work, TOTAL_S - clock.spent_s, len(contenders))
     clock.console.print(demo_report.scenario_words(found, scenario))
     each_s = expected_s(found, scenario)
-    paths: dict[str, list[Path]] = {who.name: [] for who in contenders}
-    for seed, who in servers(seeds, contenders):
+    paths, chosen = {}, workload(trace, 1, scenario)
+    for who in contenders:
         left_s = each_s * (clock.stages - clock.stage)
         sent = f"{scenario.programs} programs, {scenario.limit_s:.0f} s at most"
-        clock.announce(f"{who.name}, seed {seed}: {sent}", left_s)
-        chosen = workload(trace, seed, scenario)
-        paths[who.name].append(compared(who, scenario, chosen, model, out))
+        clock.announce(f"{who.name}: {sent}", left_s)
+        paths[who.name] = compared(who, scenario, chosen, model, out)
     return demo_report.write(paths, out, clock.console)
 
 
 def main(
     trace: Annotated[Path | None, typer.Option(envvar="TRACE", help="Replay a trace file instead.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds 1 to N.")] = 1,
     readme: Annotated[
         bool,
         typer.Option("--readme", help="Also put the result into README.md and experiments/records/demo."),
@@ -129,7 +120,7 @@ def main(
     clock = Clock(Console(), time.monotonic(), 0)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        page = demo(trace, repeats, out, clock)
+        page = demo(trace, out, clock)
     except (ServerError, ServerUnusable, TraceError, OSError) as error:
         raise SystemExit(f"demo: {error}") from error
     clock.console.print(f"{clock.spent_s:.0f} s in all; tables, figure and the servers' logs are in {out}/")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from experiments import tables
 from experiments.demo_scenario import ARRIVALS, Measured, Proportion, Scenario, pressure
 from experiments.demo_servers import FCFS, ROOT, records_of
 from experiments.figures import draw
 from experiments.server import fast_dtype
 from experiments.sweep.conditions import machine, versions, when
 from experiments.tables import (
-    PINS,
     Rows,
     Summary,
-    at,
     between,
     caption,
     comparison,
@@ -29,26 +27,12 @@ from experiments.tables import (
     write_csv,
 )
 
-Paths = Mapping[str, Sequence[Path]]  # summaries by contender
-Runs = dict[str, list[Summary]]
+Runs = dict[str, list[Summary]]  # one each, by contender
 README_MARKS = ("<!-- demo figures: make demo README=1 -->", "<!-- /demo figures -->")
-FROM = {
-    "gpu": "still on the GPU",
-    "dram": "from DRAM",
-    "ssd": "from disk",
-    "again": "computed again",
-    "computed": "new",
-}
-ROWS: Rows = {
-    "job time mean, s": at("job_time_s", "mean"),
-    "job time P50, s": at("job_time_s", "p50"),
-    "job time P95, s": at("job_time_s", "p95"),
-    "first token of a first turn, median, s": at("first_ttft_s", "p50"),
-    "first token of a first turn, longest, s": at("first_ttft_s", "max"),
-    "first token of a later turn, median, s": at("later_ttft_s", "p50"),
-    "first token of a later turn, longest, s": at("later_ttft_s", "max"),
-    **{f"prompt tokens {words}": at("tokens_by_source", name) for name, words in FROM.items()},
-    **{f"pins {name}": at("pins", name) for name in PINS},
+ROWS: Rows = {  # of the table
+    name: read
+    for name, read in tables.ROWS.items()
+    if name.startswith(("job time", "first token", "prompt tokens", "pins"))
 }
 CUT = "programs cut off by the time limit"
 IN_README = ("job time mean, s", "first token of a later turn, longest, s", CUT)  # rows beside the sentence
@@ -67,11 +51,11 @@ def scenario_words(found: Measured, scenario: Scenario) -> str:
     )
 
 
-def write(paths: Paths, out: Path, console: Console) -> str:
-    """Table, CSV and figure into `out`; the page, without its figure."""
-    runs = {name: next(iter(load(found).values())) for name, found in paths.items()}
+def write(paths: Mapping[str, Path], out: Path, console: Console) -> str:
+    """Table, CSV and figure of the summaries at `paths` into `out`; the page, without its figure."""
+    runs = {name: next(iter(load([path]).values())) for name, path in paths.items()}
     is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
-    conclusion = f"{CUT_NOTE}\n\n" * is_cut + verdict(proportions(paths, runs))
+    conclusion = f"{CUT_NOTE}\n\n" * is_cut + verdict(proportions(paths[FCFS.name], runs))
     cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
     rows = comparison(runs, ROWS | (cut if is_cut else {}))
     console.print(gains(runs), style="bold", soft_wrap=True)
@@ -87,17 +71,11 @@ def write(paths: Paths, out: Path, console: Console) -> str:
     return page
 
 
-def proportions(paths: Paths, runs: Runs) -> tuple[Proportion, ...]:
-    """How short memory was for the baseline; medians over the seeds."""
-    by_seed = []
-    for number, summary in enumerate(runs[FCFS.name]):
-        best = max(found[number]["jobs_per_s"] for found in runs.values())
-        records = records_of(paths[FCFS.name][number].with_suffix(".jsonl"))
-        by_seed.append(pressure(summary, [r.t_arrive for r in records if r.turn == 1], best))
-    return tuple(
-        Proportion(one[0].words, statistics.median(p.value for p in one), one[0].least)
-        for one in zip(*by_seed, strict=True)
-    )
+def proportions(stock: Path, runs: Runs) -> tuple[Proportion, ...]:
+    """How short memory was for the baseline, whose summary is at `stock`."""
+    best = max(summary["jobs_per_s"] for (summary,) in runs.values())
+    records = records_of(stock.with_suffix(".jsonl"))
+    return pressure(runs[FCFS.name][0], [r.t_arrive for r in records if r.turn == 1], best)
 
 
 def verdict(held: Sequence[Proportion]) -> str:
@@ -115,24 +93,21 @@ def verdict(held: Sequence[Proportion]) -> str:
 
 
 def gains(runs: Runs) -> str:
-    """What the last contender brings over the first, and its price; medians over the seeds."""
-    stock, ours = list(runs)[0], list(runs)[-1]
+    """What the last contender brings over the first, and its price."""
+    name = list(runs)[0]
+    ours, stock = runs[list(runs)[-1]][0], runs[name][0]
 
     def of(figure: str) -> list[str]:
-        read = ROWS[figure]
-        values = ([v for s in runs[who] if (v := read(s)) is not None] for who in (ours, stock))
-        return [shown(statistics.median(each)) for each in values]
+        return [shown(value) for one in (ours, stock) if (value := ROWS[figure](one)) is not None]
 
     ours_s, stock_s = of("job time mean, s")
     wait_s, stock_wait_s = of("first token of a first turn, longest, s")
-    times = shown(statistics.median(ratios(runs[stock], runs[ours])))
-    words = stock.replace("fcfs +", "stock vLLM and")
-    if any(summary["cut_s"] for summary in runs[stock]):
-        programs, ended = (sum(summary[key] for summary in runs[ours]) for key in ("programs", "finished"))
-        stock_ended = sum(summary["finished"] for summary in runs[stock])
+    (ratio,) = ratios([stock], [ours])
+    times, words = shown(ratio), name.replace("fcfs +", "stock vLLM and")
+    if stock["cut_s"]:
         gain = (
-            f"{ended} of {programs} agents finished within {runs[stock][0]['wall_s']:.0f} s, with {words} "
-            f"{stock_ended}: at least {times} times as soon."
+            f"{ours['finished']} of {ours['programs']} agents finished within {stock['wall_s']:.0f} s, with "
+            f"{words} {stock['finished']}: at least {times} times as soon."
         )
     else:
         gain = f"Agents finished {times} times as soon as with {words} ({ours_s} s for {stock_s})."
@@ -144,11 +119,11 @@ def gains(runs: Runs) -> str:
 
 def sent(runs: Runs) -> str:
     """What the servers were sent, for a reader who does not know the demo."""
-    every = [summary for found in runs.values() for summary in found]
-    runs_of = f"{every[0]['programs']} agent runs ({every[0]['workload']})"
-    words = f"{runs_of}, {ARRIVALS:g} times as many a second as this machine"
-    repeated = len({summary["seed"] for summary in every})
-    return f"{words} finishes; tool times are shortened to fit" + f"; {repeated} draws" * (repeated > 1)
+    one = runs[FCFS.name][0]
+    return (
+        f"{one['programs']} agent runs ({one['workload']}), {ARRIVALS:g} times as many a second as this "
+        "machine finishes; tool times are shortened to fit"
+    )
 
 
 def publish(page: str, out: Path) -> None:

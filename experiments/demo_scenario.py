@@ -113,13 +113,13 @@ class Scenario:
 
 def pressed(measured: Measured, work: Work, left_s: float, servers: int) -> Scenario:
     """Twice the load that the machine can serve, in too little memory, within `left_s` for all servers."""
-    limit_s = _replay_s(measured, left_s, servers)
+    limit_s = max(LEAST_REPLAY_S, left_s / servers - START_FACTOR * measured.start_s)
     for window_tokens in WINDOWS_TOKENS:
-        capacity_jps = _capacity_jps(measured, work, window_tokens)
+        capacity_jps = measured.work_per_s / work.of_program(window_tokens)
         programs = math.floor(capacity_jps * limit_s / WASTE)
         if programs >= min(ENOUGH_PROGRAMS, work.programs or ENOUGH_PROGRAMS):
             break
-    programs = _within(programs, work)
+    programs = min(max(programs, LEAST_PROGRAMS), MOST_PROGRAMS, work.programs or MOST_PROGRAMS)
     context_tokens = work.context_tokens * window_tokens / WINDOWS_TOKENS[0]
     held_tokens = HELD_SHARE * BACKLOG * programs * context_tokens
     return Scenario(
@@ -144,14 +144,6 @@ def time_scale(turn_s: float, work: Work) -> float:
     return TOOL_SHARE * turn_s * work.turns / work.tool_s if work.tool_s else 1.0
 
 
-def _replay_s(measured: Measured, left_s: float, servers: int) -> float:
-    return max(LEAST_REPLAY_S, left_s / servers - START_FACTOR * measured.start_s)
-
-
-def _capacity_jps(measured: Measured, work: Work, window_tokens: int) -> float:
-    return measured.work_per_s / work.of_program(window_tokens)
-
-
 def rate(burst: Iterable[TurnRecord], of_turns: int) -> float:
     """The work a second until few turns were left, whose programs no longer fill a batch."""
     ended = sorted((r for r in burst if r.t_done is not None), key=lambda r: r.t_done or 0.0)
@@ -164,10 +156,6 @@ def rate(burst: Iterable[TurnRecord], of_turns: int) -> float:
         contexts[r.program] = r.prompt_tokens + r.output_tokens
     assert full[-1].t_done is not None
     return done / full[-1].t_done
-
-
-def _within(programs: int, work: Work) -> int:
-    return min(max(programs, LEAST_PROGRAMS), MOST_PROGRAMS, work.programs or MOST_PROGRAMS)
 
 
 # ---- after the run

@@ -59,6 +59,11 @@ ROWS: Rows = {
     "TTFT mean, s": at("ttft_s", "mean"),
     "TTFT P99, s": at("ttft_s", "p99"),
     "TTFT max, s": at("ttft_s", "max"),
+    **{
+        f"first token of a {turn} turn, {words}, s": at(f"{turn}_ttft_s", name)
+        for turn in ("first", "later")
+        for words, name in (("median", "p50"), ("longest", "max"))
+    },
     "jobs/s": at("jobs_per_s"),
     "output tokens/s": at("output_tokens_per_s"),
     "wall, s": at("wall_s"),
@@ -151,7 +156,7 @@ def between(page: str, marks: tuple[str, str], text: str) -> str:
     return f"{before}{start}\n{text.rstrip()}\n{end}{after}"
 
 
-def write_lines(lines: Sequence[Sequence[str]], path: Path) -> None:
+def write_lines(lines: Sequence[Sequence[Any]], path: Path) -> None:
     """The table as CSV."""
     with path.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
@@ -176,11 +181,9 @@ def publish(lines: Sequence[Sequence[str]], title: str, words: Sequence[str], pa
 
 def write_csv(runs: dict[str, list[Summary]], path: Path, shows: Rows = ROWS) -> None:
     """Every figure of every run, one run a line."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["label", "seed", *shows])
-        for label, summaries in runs.items():
-            writer.writerows([label, s["seed"], *(read(s) for read in shows.values())] for s in summaries)
+    every = [(label, summary) for label, summaries in runs.items() for summary in summaries]
+    lines = [[label, s["seed"], *(read(s) for read in shows.values())] for label, s in every]
+    write_lines([["label", "seed", *shows], *lines], path)
 
 
 def main(

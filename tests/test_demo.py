@@ -146,7 +146,7 @@ def measured_paths(folder, **job_times_s):
         path.write_text(json.dumps(content))
         turns = [record(f"p{i}", 1, 1.0, job_s, of_turns=1) for i, job_s in enumerate(times_s)]
         path.with_suffix(".jsonl").write_text("".join(json.dumps(vars_of(r)) + "\n" for r in turns))
-        paths[who.name] = [path]
+        paths[who.name] = path
     return paths
 
 
@@ -166,7 +166,7 @@ def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path)
 def test_where_the_time_limit_cut_programs_off_the_page_begins_with_how_many_finished(tmp_path):
     paths = measured_paths(tmp_path, fcfs=[6.0, 9.0], continuum=[4.0, 5.0])
     for who, finished, cut in ((FCFS, 1, [9.0]), (CONTINUUM, 2, [])):
-        (path,) = paths[who.name]
+        path = paths[who.name]
         content = json.loads(path.read_text()) | {"finished": finished, "cut_s": cut, "wall_s": 9.4}
         path.write_text(json.dumps(content))
     assert demo_report.write(paths, tmp_path, Console(quiet=True)).startswith(
@@ -199,7 +199,6 @@ def test_a_trace_that_is_missing_is_known_before_a_server_starts(tmp_path):
     with pytest.raises(SystemExit, match="demo: .*missing.jsonl"):
         demo.main(
             trace=tmp_path / "missing.jsonl",
-            repeats=1,
             readme=False,
             out=tmp_path,
         )
