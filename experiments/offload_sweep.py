@@ -5,11 +5,11 @@
     python -m experiments.offload_sweep fig9 --quick           seconds; a check that everything works
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
-    python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine where 1 evicts nothing
+    python -m experiments.offload_sweep fig14 --engine live --jps 3     on a machine where 1 evicts nothing
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig14 disks, fig15 ablation,
 peers, tiers, cards; --engine live has fig8, fig9, fig10, fig14,
-fig15, pressure, peers, agents and agents-mp, at a small machine's size (sweep/live_plans.py). `goals` is
+fig15, peers, agents and agents-mp, at a small machine's size (sweep/live_plans.py). `goals` is
 the table of the policy's goals, with seeds it was not tuned on (--full: all of them; --regimes: some).
 `traces` is the table on real agents' traces, which are not part of the project (sim/trace_programs.py).
 Rows are appended to OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and
@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
@@ -38,11 +37,11 @@ from experiments.sweep import closed_loop, goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size, installed, named
 from experiments.sweep.live_plans import LIVE_PLANS, paced
-from experiments.sweep.plans import PLANS, WORDS, Plan
-from experiments.sweep.readout import by_seed, caption, figures_by_case, found, table
+from experiments.sweep.plans import PLANS, Plan
+from experiments.sweep.readout import caption, figures_by_case, found, table
 from experiments.sweep.rows import LIVE, Rows
 from experiments.sweep.runner import complete
-from experiments.tables import markdown, plain, publish, write_lines
+from experiments.tables import publish, write_lines
 
 ALL = "all"
 GOALS = "goals"
@@ -141,19 +140,12 @@ def sweep(
     complete(rows, [case for cases in wanted.values() for case in cases], jobs)
     from experiments.sweep.drawing import draw  # matplotlib takes a second to import
 
-    console = Console()
     for name, cases in wanted.items():
         plan, pairs = plans[name], found(rows, cases)
-        lines, path = table(plan, pairs), out / f"{name}-{suffix}"
-        console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
-        text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
-        if plan.by_seed:
-            first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
-            text += f"\n## By seed: {first} / {last}\n\n{markdown(by_seed(plan, pairs))}\n"
-        path.with_suffix(".md").write_text(text)
-        if pairs:
-            write_lines(figures_by_case(plan, pairs), path.with_suffix(".csv"))
-            draw(plan, pairs, path)
+        path = out / f"{name}-{suffix}"
+        publish(table(plan, pairs), f"{name}. {plan.title}", [caption(pairs)], path)
+        write_lines(figures_by_case(plan, pairs), path.with_suffix(".csv"))
+        draw(plan, pairs, path)
 
 
 def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> list[Case]:

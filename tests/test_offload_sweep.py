@@ -23,7 +23,7 @@ from experiments.sweep.live import run as run_live
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import caption, found, table
-from experiments.sweep.rows import COLUMNS, LIVE, Rows, key
+from experiments.sweep.rows import LIVE, SWEEP, Rows, key
 from experiments.sweep.runner import complete
 from experiments.sweep.simulated import run
 
@@ -118,7 +118,7 @@ def test_every_input_is_in_the_key() -> None:
 
 def test_a_torn_line_and_a_foreign_file_are_refused_with_what_to_do(tmp_path: Path) -> None:
     torn, foreign = tmp_path / "torn.csv", tmp_path / "foreign.csv"
-    torn.write_text(",".join(COLUMNS) + "\nabc,def\n")
+    torn.write_text(",".join(SWEEP.columns) + "\nabc,def\n")
     foreign.write_text("a,b\n1,2\n")
     with pytest.raises(SweepError, match=r"torn.csv:2 has not .* delete that line"):
         Rows(torn)
@@ -194,7 +194,7 @@ def test_over_lmcaches_server_a_disk_s_loads_have_room_in_l1_beside_the_case_s_d
 
 
 def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:
-    plan = LIVE_PLANS["pressure"]
+    plan = LIVE_PLANS["fig14"]
     given, mine = (p.cases(Size.FULL, [3]) for p in (plan, at_rate({"p": plan}, Engine.LIVE, 4.0)["p"]))
     assert {case.jps for case in given} == {0.5, 1.0} and {case.jps for case in mine} == {4.0}
     assert [replace(case, jps=4.0) for case in given if case.jps == 1.0] == mine

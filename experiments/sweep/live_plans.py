@@ -16,7 +16,7 @@ from itertools import product
 from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import KV_GB
-from experiments.sweep.plans import LMCACHE, OF_PEERS, TAILS, WITH_WAITS, Plan, bare_name, rate, tiers
+from experiments.sweep.plans import LMCACHE, OF_PEERS, TAILS, Plan, bare_name, rate, tiers
 
 SMALL, LARGE = 0.5 * KV_GB, 8 * KV_GB
 PUBLISHED = "continuum-published"
@@ -82,13 +82,6 @@ LIVE_PLANS: dict[str, Plan] = {
     "fig9": Plan("DRAM 8x the KV cache", ON_DRAM, rate, baseline=LMCACHE),
     "fig10": Plan("Tails, DRAM 8x the KV cache", ON_DRAM, rate, baseline=LMCACHE, shows=TAILS),
     "fig14": Plan("DRAM half the KV cache, and disks", cases_of(ABLATION, DISKS), tiers, bare_name),
-    "pressure": Plan(
-        "DRAM half the KV cache, and a disk of twice it or none",
-        cases_of((STOCK, PUBLISHED, "continuum"), [(SMALL, 2 * KV_GB), (SMALL, 0.0)]),
-        tiers,
-        bare_name,
-        shows=WITH_WAITS,
-    ),
     "agents": OF_TRACES(
         "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
         cases_of((*RIVALS, "program-fcfs"), DISKS[:2], (1.0,), (20, 20), AGENTS),

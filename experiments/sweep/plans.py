@@ -42,7 +42,6 @@ class Plan:
     baseline: str = STOCK  # the label that ratios are taken to
     shows: tuple[str, ...] = ("job_mean_s",)  # keys of WORDS
     drawn: tuple[str, ...] = ()  # of these; none: all
-    by_seed: bool = False  # also seed by seed
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # unless others are asked for
 
 
@@ -86,7 +85,6 @@ OF_PEERS = partial(  # other projects' schedulers
     baseline="continuum",
     shows=("job_mean_s", "job_p50_s", "job_p99_s", "ttft_max_s"),
     drawn=WITH_WAITS,
-    by_seed=True,
     seeds=UNTUNED,
 )
 DRAM = f"{DRAM_GB:g} GB of DRAM"

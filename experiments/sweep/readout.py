@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from experiments.sweep.cases import Case, Live, Point, inputs
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.rows import Row, Rows
-from experiments.tables import shown, spread
+from experiments.tables import spread
 
 BySeed = dict[int, float]
 Panels = dict[str, dict[str, BySeed]]  # panel -> label -> seed -> figure
@@ -46,19 +46,6 @@ def table(plan: Plan, pairs: Found) -> list[list[str]]:
     return lines
 
 
-def by_seed(plan: Plan, pairs: Found) -> list[list[str]]:
-    """A header, then a line per panel and label: the plan's first and last figure of each seed."""
-    first, last = (panels(plan, pairs, figure) for figure in (plan.shows[0], plan.shows[-1]))
-    seeds = sorted({case.seed for case, _ in pairs})
-    lines = [["", "", *(f"seed {seed}" for seed in seeds)]]
-    for panel, labels in first.items():
-        for label, found in labels.items():
-            both = [(found.get(seed), last[panel][label].get(seed)) for seed in seeds]
-            cells = ["" if a is None or b is None else f"{shown(a)} / {shown(b)}" for a, b in both]
-            lines.append([panel, label, *cells])
-    return lines
-
-
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
     """Every case, a line each, with the plan's figures and its row's source, for a CSV."""
     known = ("code", "commit", "measured_on", "ended", "probe_s")
@@ -74,19 +61,23 @@ def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
 
 def caption(pairs: Found) -> str:
     """The conditions: sizes, rates, seeds, machine, and whether its numbers were measured."""
-    cases = [case for case, _ in pairs]
-    jobs = _ranged({int(row["jobs"]) for _, row in pairs})
-    measured = {row["measured"] for _, row in pairs} == {"True"}
+    cases, counts = [case for case, _ in pairs], sorted({int(row["jobs"]) for _, row in pairs})
+    jobs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    loaded = [case for case in cases if isinstance(case, Point) and case.load]
+    timed = [case for case in cases if case not in loaded]
+    arrivals = [f"{_values(timed, 'jps')} a second"] if timed else []
+    arrivals += [f"load {_values(loaded, 'load')}"] if loaded else []
+    words = (
+        f"{_values(cases, 'workload')}, n = {jobs} programs, {' and '.join(arrivals)}, "
+        f"seeds {_values(cases, 'seed')}"
+    )
     if any(isinstance(case, Live) for case in cases):
-        return (
-            f"real servers: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a "
-            f"second, seeds {_values(cases, 'seed')}{_speed(pairs)}"
-        )
+        return f"real servers: {words}{_speed(pairs)}"
+    measured = {row["measured"] for _, row in pairs} == {"True"}
     merged = {case.merge_steps for case in cases if isinstance(case, Point)} != {1}
     return (
-        f"simulated: {_values(cases, 'workload')}, n = {jobs} programs, {_arrivals(cases)}, "
-        f"seeds {_values(cases, 'seed')}\nmachine {_values(cases, 'machine')}, "
-        f"{'measured' if measured else 'NOT measured: data sheet and assumed shares'}; {_loads(cases)}"
+        f"simulated: {words}\nmachine {_values(cases, 'machine')}, "
+        f"{'measured' if measured else 'NOT measured: data sheet and assumed shares'}"
         f"{'; decode steps merged' if merged else ''}"
     )
 
@@ -99,23 +90,6 @@ def _speed(pairs: Found) -> str:
     return f", the machine's slowest probe took {max(probes_s) / min(probes_s):.2f} times its fastest"
 
 
-def _arrivals(cases: Sequence[Case]) -> str:
-    """Programs a second, or the work that arrives a second."""
-    loaded = [case for case in cases if isinstance(case, Point) and case.load]
-    timed = [case for case in cases if case not in loaded]
-    words = [f"{_values(timed, 'jps')} a second"] if timed else []
-    return " and ".join(words + ([f"load {_values(loaded, 'load')}"] if loaded else []))
-
-
-def _loads(cases: Sequence[Case]) -> str:
-    offloads = any(isinstance(case, Point) and case.offloads for case in cases)
-    return "loads beside the steps" if offloads else "no offloading"
-
-
 def _values(cases: Sequence[Case], name: str) -> str:
     values = sorted({inputs(case)[name] for case in cases})
     return ", ".join(value if isinstance(value, str) else f"{value:g}" for value in values)
-
-
-def _ranged(values: set[int]) -> str:
-    return str(min(values)) if len(values) == 1 else f"{min(values)} to {max(values)}"

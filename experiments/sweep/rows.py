@@ -95,7 +95,6 @@ class Sheet:
 SWEEP = Sheet((Point,), FIGURES)
 SESSIONS = Sheet((SessionPoint,), SESSION_FIGURES)
 LIVE = Sheet((Live,), LIVE_FIGURES, CONDITIONS)
-COLUMNS = SWEEP.columns
 
 
 @cache
