@@ -1,7 +1,6 @@
 """Checks that every token equals the model's in plain PyTorch without a cache.
 
-    python -m experiments.exactness                    # in float32
-    python -m experiments.exactness --dtype bfloat16
+    python -m experiments.gpu_check --only exact       # in float32, on a GPU or a CPU; rounding: in bfloat16
 
 A real vLLM engine with `--scheduling-policy continuum` and LMCache runs in this process, with far too little
 memory: turns hit the GPU's cache, DRAM and the disk, are evicted, preempted and loaded again, and repeat a
@@ -16,7 +15,6 @@ mean of its tokens' errors.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import time
@@ -27,10 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import typer
 
 from experiments.server import CPU_ENV, GPU_ENV, reserved_port
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
@@ -322,15 +319,3 @@ def wrong(figures: Mapping[str, Mapping[str, float]], exact: float | None) -> li
         return []
     mean = f"{pressed['worst_turn']:.2g}"
     return [f"a turn's tokens are off by {mean} on average; twice what rounding does is {bound:.2g}"]
-
-
-def main(dtype: Annotated[Literal["float32", "bfloat16"], typer.Option()] = "float32") -> None:
-    """Print what was found on a CPU; exit 1 if anything failed. On a GPU experiments.gpu_check runs this."""
-    with TemporaryDirectory() as folder:
-        found = checked("cpu", dtype, Path(folder))
-    print(json.dumps(found, indent=1))
-    raise typer.Exit(bool(found["failed"]))
-
-
-if __name__ == "__main__":
-    typer.run(main)

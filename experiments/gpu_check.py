@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,23 +80,12 @@ def versions(job: Job) -> dict[str, Any]:
     return facts(job.place.device) | {"failed": ""}
 
 
-def exact(job: Job) -> dict[str, Any]:
-    return tokens(job, "float32", "lmcache")
-
-
-def native(job: Job) -> dict[str, Any]:
-    if not job.place.on_gpu:
-        return {"failed": "", "skipped": "vLLM refuses its own offloading on a CPU"}
-    return tokens(job, "float32", "native")
-
-
-def rounding(job: Job) -> dict[str, Any]:
-    return tokens(job, "bfloat16", "lmcache")
-
-
 def tokens(job: Job, dtype: str, tier: str) -> dict[str, Any]:
-    from experiments.exactness import checked
+    """How far tokens are from plain PyTorch's (experiments/exactness.py)."""
+    from experiments.exactness import NATIVE, checked
 
+    if tier == NATIVE and not job.place.on_gpu:
+        return {"failed": "", "skipped": "vLLM refuses its own offloading on a CPU"}
     return checked(job.place.device, dtype, job.out, tier)
 
 
@@ -140,9 +130,9 @@ def save(job: Job, stage: str, found: Mapping[str, Any]) -> None:
 
 STAGES = {
     "versions": Stage(versions, 30),
-    "exact": Stage(exact, 240, timed=False),
-    "native": Stage(native, 240, timed=False),
-    "rounding": Stage(rounding, 240, timed=False),
+    "exact": Stage(partial(tokens, dtype="float32", tier="lmcache"), 240, timed=False),
+    "native": Stage(partial(tokens, dtype="float32", tier="native"), 240, timed=False),
+    "rounding": Stage(partial(tokens, dtype="bfloat16", tier="lmcache"), 240, timed=False),
     "profile": Stage(profile, 300),
     "agents": Stage(agents, 840),
     "simulated": Stage(simulated, 400),
@@ -176,10 +166,10 @@ def run_in_time(name: str, place: Place, out: Path, end_s: float) -> Mapping[str
     mine_s = min(left_s, STAGES[name].limit_s) if place.on_gpu else left_s
     if mine_s < LEAST_S:
         return {"failed": "no time was left", "seconds": 0.0}
-    return run_stage(name, place, out, mine_s)
+    return run_stage(name, out, mine_s)
 
 
-def run_stage(name: str, place: Place, out: Path, limit_s: float) -> dict[str, Any]:
+def run_stage(name: str, out: Path, limit_s: float) -> dict[str, Any]:
     """Run the stage in its own process, which its limit ends with all its children. Returns its results."""
     log, found = out / f"{name}.log", out / f"{name}.json"
     found.unlink(missing_ok=True)
@@ -188,7 +178,7 @@ def run_stage(name: str, place: Place, out: Path, limit_s: float) -> dict[str, A
     begun_s = time.monotonic()
     with log.open("w") as lines:
         process = subprocess.Popen(
-            [*command, "--stage-limit-s", str(limit_s), "--device", place.device],
+            [*command, "--stage-limit-s", str(limit_s)],
             stdout=lines,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -231,16 +221,12 @@ def main(
         bool, typer.Option("--queue", help="the first stage that has not passed in OUT")
     ] = False,
     minutes: Annotated[float, typer.Option(min=0.5, help="for all stages")] = 30.0,
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: vLLM's build")] = "",
     stage_limit_s: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Check this machine."""
-    place = PLACES.get(device or device_here())
-    chosen = only.split(",") if only else list(STAGES)
-    unknown = [name for name in chosen if name not in STAGES]
-    if place is None or unknown:
-        known = ", ".join(PLACES if place is None else STAGES)
-        raise typer.BadParameter(f"{device if place is None else unknown[0]!r} is not known; known: {known}")
+    place, chosen = PLACES[device_here()], only.split(",") if only else list(STAGES)
+    if unknown := [name for name in chosen if name not in STAGES]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not known; known: {', '.join(STAGES)}")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if queue and not (chosen := unfinished(out)[:1]):

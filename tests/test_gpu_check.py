@@ -54,7 +54,7 @@ def test_the_agents_programs_fit_the_window_and_so_many_sessions_do_not_fit_the_
 
 
 def test_a_stage_that_outlives_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
-    row = run_stage("exact", place.CPU, tmp_path, limit_s=1.5)
+    row = run_stage("exact", tmp_path, limit_s=1.5)
     assert "not done after" in row["failed"]
     assert json.loads((tmp_path / "exact.json").read_text()) == row
 
