@@ -15,7 +15,7 @@ from experiments.fleet.routers import (
     ROUTERS,
     Each,
     Ear,
-    Stateless,
+    Router,
     Sticky,
     by_hash,
     fewest_pending,
@@ -95,7 +95,7 @@ def test_ear_does_not_move_a_program_again_while_it_cools() -> None:
 # runs ---------------------------------------------------------------------------
 
 
-class InTurn(Stateless):
+class InTurn(Router):
     """Each turn to the next replica; records what it gets."""
 
     def __init__(self) -> None:

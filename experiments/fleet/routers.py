@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 from continuum_lmcache.fleet.fleet import Fleet, ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED
@@ -27,27 +26,18 @@ REPORT_S = 0.5  # how often replicas report to ours, as on Ray Serve
 COOL_S = 30.0  # T_cool, and ours
 
 
-class Router(Protocol):
+class Router:
     """Decides; the run (run.py) carries out."""
 
-    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
+    def place(self, _now_s: float, _turn: Turn, _replicas: Sequence[Replica]) -> int:
         """The replica for an arrived turn."""
-
-    def first_token(self, turn: Turn, replica: int) -> None:
-        """A turn's prompt is computed."""
-
-    def ended(self, now_s: float, turn: Turn, replica: Replica, context_tokens: int) -> None:
-        """A turn has been answered."""
-
-
-class Stateless:
-    """A router that needs no events."""
+        raise NotImplementedError
 
     def first_token(self, _turn: Turn, _replica: int) -> None:
-        pass
+        """A turn's prompt is computed."""
 
     def ended(self, _now_s: float, _turn: Turn, _replica: Replica, _context_tokens: int) -> None:
-        pass
+        """A turn has been answered."""
 
 
 Score = Callable[[Turn, Replica], tuple[float, ...]]  # the least wins, then the first
@@ -67,7 +57,7 @@ def by_hash(turn: Turn, replica: Replica) -> tuple[float, ...]:
 
 
 @dataclass(slots=True)
-class Each(Stateless):
+class Each(Router):
     """Each turn goes to the best score."""
 
     score: Score
@@ -77,7 +67,7 @@ class Each(Stateless):
 
 
 @dataclass(slots=True)
-class Sticky(Stateless):
+class Sticky(Router):
     """A program's first turn goes to the best score, later ones to its home."""
 
     score: Score
@@ -123,7 +113,7 @@ class Ear(Sticky):
         return min(with_room, key=lambda replica: fewest_pending(turn, replica))
 
 
-class Ours:
+class Ours(Router):
     """The product's fleet, with the product's reports: of each REPORT_S, and as a turn ends."""
 
     def __init__(self, mover: str) -> None:

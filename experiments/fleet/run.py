@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,10 +19,10 @@ from continuum_lmcache.errors import InvariantError
 from experiments.fleet.replica import Replica, Sent, Turn, chunk_names
 from experiments.fleet.routers import COOL_S, Router
 from experiments.sim.agents import Agents
-from experiments.sim.clock import VirtualClock, virtual_time
-from experiments.sim.engine import Simulation, longest_of
+from experiments.sim.clock import VirtualClock
+from experiments.sim.engine import Simulation, schedulers
 from experiments.sim.result import Result, percentile
-from experiments.sim.serving import STOCK, Setup, build_scheduler
+from experiments.sim.serving import STOCK, Setup
 from experiments.workload import Program
 
 SETTLED_TURNS = 5  # a move was right if its program does not move again within this many turns
@@ -87,14 +86,8 @@ def run_fleet(programs: Sequence[Program], setup: FleetSetup, router: Router) ->
     Raises TraceError for programs that cannot be run, InvariantError if a turn is not answered exactly once,
     or a block or a pin is left.
     """
-    longest = longest_of(programs, setup.engine)
-    clock = VirtualClock()
-    with ExitStack() as until, virtual_time(clock):
-        schedulers = []
-        for _ in setup.speeds:
-            schedulers.append(build_scheduler(setup.engine, clock, longest + 1, until))
-            until.callback(schedulers[-1].shutdown)
-        return FleetRun(programs, setup, schedulers, clock, router).finish()
+    with schedulers(setup.engine, programs, len(setup.speeds)) as (made, clock):
+        return FleetRun(programs, setup, made, clock, router).finish()
 
 
 class FleetRun(Simulation):

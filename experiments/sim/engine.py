@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,12 +40,24 @@ def simulate(programs: Sequence[Program], setup: Setup) -> Result:
     Raises TraceError for programs that say no tool time or do not fit the GPU, InvariantError if the
     run loses a request, leaks a block, keeps a pin, or gets stuck.
     """
-    longest = longest_of(programs, setup)
-    clock = VirtualClock()
+    with schedulers(setup, programs) as (made, clock):
+        return Simulation(partial(Agents, programs), setup, made, clock).run()
+
+
+@contextmanager
+def schedulers(
+    setup: Setup, programs: Sequence[Program], count: int = 1
+) -> Iterator[tuple[list[Any], VirtualClock]]:
+    """Schedulers of `setup` for these programs, and their clock, which is vLLM's within the block.
+
+    Raises TraceError for programs that cannot be run.
+    """
+    longest, clock, made = longest_of(programs, setup), VirtualClock(), list[Any]()
     with ExitStack() as until, virtual_time(clock, timed_modules(setup.policy)):
-        scheduler = build_scheduler(setup, clock, longest + 1, until)
-        until.callback(scheduler.shutdown)
-        return Simulation(partial(Agents, programs), setup, [scheduler], clock).run()
+        for _ in range(count):
+            made.append(build_scheduler(setup, clock, longest + 1, until))
+            until.callback(made[-1].shutdown)
+        yield made, clock
 
 
 def longest_of(programs: Sequence[Program], setup: Setup) -> int:

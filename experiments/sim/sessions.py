@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +12,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from experiments.sessions import SessionTurn, played
 from experiments.sim.agents import Agents, LiveProgram
-from experiments.sim.clock import Timetable, VirtualClock, virtual_time
-from experiments.sim.engine import Simulation, longest_of
-from experiments.sim.peers import timed_modules
+from experiments.sim.clock import Timetable, VirtualClock
+from experiments.sim.engine import Simulation, schedulers
 from experiments.sim.result import JobResult, Result
-from experiments.sim.serving import Setup, build_scheduler
+from experiments.sim.serving import Setup
 from experiments.sim.streams import History
 from experiments.workload import Program
 
@@ -135,12 +133,9 @@ def _run(
     programs_of: Callable[[int], Iterator[tuple[Program, int]]],
     end_s: float,
 ) -> Played:
-    longest, clock = longest_of(pool, setup), VirtualClock()
-    with ExitStack() as until, virtual_time(clock, timed_modules(setup.policy)):
-        scheduler = build_scheduler(setup, clock, longest + 1, until)
-        until.callback(scheduler.shutdown)
+    with schedulers(setup, pool) as (made, clock):
         agents = partial(SessionAgents, sessions=sessions, programs_of=programs_of)
-        loop = ClosedLoop(agents, setup, [scheduler], clock)
+        loop = ClosedLoop(agents, setup, made, clock)
         loop.run_until(end_s)
         turns = loop.agents.played
         return Played(turns, loop.result(), min(end_s, max(t.last_s or 0.0 for t in turns)))

@@ -66,7 +66,6 @@ class Machine:
     profile: Mapping[str, Any]
     costs: CostModel
     step: StepCurve
-    dram_store: TransferRate  # device to host
     ssd_store: TransferRate  # host to disk
     kv_tokens: int  # capacity of its KV cache
 
@@ -77,7 +76,7 @@ class Machine:
         `kv_tokens` replaces the profile's: a server may be given less memory than the card has.
         """
         costs = CostModel.from_mapping(profile, name)
-        lacking = [key for key in ("step", "dram_store", "ssd_store") if key not in profile]
+        lacking = [key for key in ("step", "ssd_store") if key not in profile]
         if lacking:
             raise ProfileError(
                 f"{name} has no section {lacking[0]!r}, which the simulator needs for step times; "
@@ -89,7 +88,6 @@ class Machine:
             profile=profile,
             costs=costs,
             step=section(profile, "step", StepCurve, name),
-            dram_store=section(profile, "dram_store", TransferRate, name),
             ssd_store=section(profile, "ssd_store", TransferRate, name),
             kv_tokens=known,
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -27,9 +26,8 @@ from continuum_lmcache.programs.end_claims import MAX_CLAIMS
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS
 from continuum_lmcache.retention.advisor import QUEUE_WINDOW
 from experiments.sim.agents import Agents
-from experiments.sim.clock import VirtualClock, virtual_time
-from experiments.sim.engine import Simulation
-from experiments.sim.serving import Setup, build_scheduler
+from experiments.sim.engine import Simulation, schedulers
+from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES
 from experiments.workload import Program, TurnSpec
 
@@ -126,17 +124,12 @@ class Soak(Simulation):
 def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
     """Run it to its end; the simulation checks that every request, block and pin was released."""
     load = programs(seconds, every_s)
-    clock = VirtualClock()
-    with ExitStack() as until, virtual_time(clock):
-        until.enter_context(patch.object(engine, "MOST_PROGRAMS", MAX_PROGRAMS))
-        folder = until.enter_context(TemporaryDirectory())
+    with patch.object(engine, "MOST_PROGRAMS", MAX_PROGRAMS), TemporaryDirectory() as folder:
         setup = replace(setup, continuum={**setup.continuum, "run_output_dir": folder})
-        longest = max(p.context_tokens for p in load)
-        scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
-        scheduler._parts.files.recorder.max_events = RECORDED_EVENTS
-        until.callback(scheduler.shutdown)
-        run = Soak(partial(Agents, load), setup, [scheduler], clock)
-        run.run()
+        with schedulers(setup, load) as (made, clock):
+            made[0]._parts.files.recorder.max_events = RECORDED_EVENTS
+            run = Soak(partial(Agents, load), setup, made, clock)
+            run.run()
     return run
 
 
