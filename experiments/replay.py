@@ -188,7 +188,6 @@ def main(
     base_url: Annotated[str, typer.Option(help="The server's API, as http://127.0.0.1:8000/v1.")],
     trace: Annotated[Path | None, typer.Option(help="A trace file; without it, --generator draws.")] = None,
     generator: Annotated[Literal["swe", "bfcl"], typer.Option(help="A row of the paper's Table 1.")] = "swe",
-    source: Annotated[str, typer.Option(help="Only the trace's programs from sources containing this.")] = "",
     programs: Annotated[int | None, typer.Option(min=1, help="How many; default: all of a trace.")] = None,
     jps: Annotated[float | None, typer.Option(min=1e-6, help="Poisson arrivals a second.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of programs, arrivals and tokens.")] = 1,
@@ -208,7 +207,7 @@ def main(
     if "/" in policy_label:
         raise typer.BadParameter(f"{policy_label!r} names files; it must not contain '/'")
     said = anonymous if not ids else untold if sessions else identity
-    chosen = Selection(seed, trace, generator, programs, jps, source, max_context, time_scale)
+    chosen = Selection(seed, trace, generator, programs, jps, max_context, time_scale)
     job = Job(base_url, policy_label, chosen, out, model, shared_prefix, said, timeout_s)
     try:
         if sessions:

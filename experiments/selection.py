@@ -27,7 +27,6 @@ class Selection:
     # trace of sim/trace_programs.py, as "NAME" (programs fitted to it) or "NAME:report"
     count: int | None = None  # None: all of the trace, DEFAULT_PROGRAMS of the generator
     jps: float | None = None  # Poisson arrivals, programs a second; None: the trace's own
-    source: str = ""  # only programs of a trace whose source contains this
     max_context_tokens: int | None = None  # shrink all programs until the longest fits
     time_scale: float = 1.0  # of a trace's own arrivals, as of its gaps
     most_turns: int | None = None  # of a program only the first so many
@@ -37,7 +36,6 @@ class Selection:
         """The programs' description, for a table's caption."""
         drawn = f"agents-{self.generator}" if self.is_agents else f"table1-{self.generator}"
         found = drawn if self.trace is None else self.trace.name
-        found += f"[{self.source}]" if self.source else ""
         return found if self.most_turns is None else f"{found}, first {self.most_turns} turns"
 
     @property
@@ -61,9 +59,7 @@ class Selection:
             return self._agents(self.count or DEFAULT_PROGRAMS)
         if self.trace is None:
             return generate(self.generator, self.count or DEFAULT_PROGRAMS, self.seed)
-        programs = tuple(p for p in workload.load_trace(self.trace) if self.source in p.source)
-        if not programs:
-            raise TraceError(f"{self.trace}: no program has a source that contains {self.source!r}")
+        programs = workload.load_trace(self.trace)
         return programs if self.count is None else workload.sampled(programs, self.count, self.seed)
 
     def _agents(self, count: int) -> tuple[Program, ...]:

@@ -58,13 +58,9 @@ class Replica:
         return len(self.sent)
 
     @property
-    def running(self) -> int:
-        return len(self.scheduler.running)
-
-    @property
-    def waiting(self) -> int:
-        """As vLLM counts them: held turns are among them."""
-        return int(self.scheduler.get_request_counts()[1])
+    def counted(self) -> int:
+        """Requests as vLLM counts them, running and waiting: held turns are among them."""
+        return int(sum(self.scheduler.get_request_counts()))
 
     @property
     def free_tokens(self) -> int:

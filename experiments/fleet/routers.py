@@ -147,8 +147,7 @@ class Ours(Router):
         engine = getattr(replica.scheduler, "_engine", None)
         curve = UNMEASURED.prefill if engine is None else engine.advisor.rates.costs.prefill
         wait_s = programs.wait_s(now_s, curve, later_first=engine is not None)
-        requests = replica.running + replica.waiting
-        report = ReplicaReport(ReplicaId(str(replica.index)), now_s, requests, wait_s, curve)
+        report = ReplicaReport(ReplicaId(str(replica.index)), now_s, replica.counted, wait_s, curve)
         self.fleet.on_report(now_s, report, programs.report(now_s))
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import erf, sqrt
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def generate(shape: Shape, name: str, count: int, seed: int) -> tuple[Program, .
 
 
 def _draw(shape: Shape, program_id: str, seed: Sequence[int]) -> Program:
-    rng = np.random.default_rng(seed)
+    rng, level = np.random.default_rng(seed), NormalDist().cdf
     one, other = rng.multivariate_normal((0, 0), [[1, shape.turns_and_new], [shape.turns_and_new, 1]])
     count, mean_new = max(1, round(shape.turns.at(level(one)))), shape.mean_new.at(level(other))
     shares = np.array([tool.share for tool in shape.tools])
@@ -132,8 +132,3 @@ def stripped_tokens(shape: Shape, history: int, rng: np.random.Generator) -> int
     if rng.uniform() >= shape.stripped_share:
         return 0
     return min(history, round(shape.stripped.draw(rng)))
-
-
-def level(normal: float) -> float:
-    """The share of a standard normal distribution below this."""
-    return 0.5 * (1 + erf(normal / sqrt(2)))

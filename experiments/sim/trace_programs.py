@@ -20,14 +20,14 @@ from continuum_lmcache.errors import TraceError
 from experiments.sim.fitted_programs import pool, shapes
 from experiments.sim.step_time import Machine
 from experiments.workload import (
-    GAPS,
     SAMPLE,
     Program,
-    TurnSpec,
+    gaps_mapped,
     load_trace,
     poisson_arrivals,
     scaled,
     unknown_gaps,
+    with_gaps,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,15 +107,8 @@ def _chosen(name: str) -> tuple[Program, ...]:
 def _with_gaps(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
     """Missing gaps are drawn from the known ones; none is longer than LONGEST_GAP_S."""
     said = _gaps_s(SOURCES[name].gaps_of or name) if unknown_gaps(programs) else []
-    rng = np.random.default_rng([crc32(name.encode()), GAPS])
-
-    def known(turn: TurnSpec) -> TurnSpec:
-        gap_s = turn.gap_s if turn.gap_s is not None else said[rng.integers(len(said))]
-        return replace(turn, gap_s=min(gap_s, LONGEST_GAP_S))
-
-    return tuple(
-        replace(p, turns=(*map(known, p.turns[:-1]), replace(p.turns[-1], gap_s=None))) for p in programs
-    )
+    known = with_gaps(programs, lambda rng: said[rng.integers(len(said))], crc32(name.encode()))
+    return tuple(gaps_mapped(p, lambda gap_s: min(gap_s, LONGEST_GAP_S)) for p in known)
 
 
 def _answered(program: Program) -> Program:
