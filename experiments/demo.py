@@ -21,7 +21,7 @@ from rich.console import Console
 from continuum_lmcache.errors import TraceError
 from experiments import demo_report
 from experiments.client import ServerUnusable
-from experiments.demo_scenario import START_FACTOR, WASTE, WINDOWS_TOKENS, Measured, Scenario, Work, pressed
+from experiments.demo_scenario import START_FACTOR, WASTE, WINDOWS_TOKENS, Scenario, Work, pressed
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, ROOT, compared, measured
 from experiments.selection import Selection
 from experiments.server import ServerError
@@ -49,8 +49,8 @@ class Clock:
 
     def announce(self, what: str, left_s: float) -> None:
         self.stage += 1
-        left = f"{int(left_s // 60)} min {int(left_s % 60)} s" if left_s >= 60 else f"{left_s:.0f} s"
-        self.console.print(f"[bold]\\[{self.stage}/{self.stages}][/] {what} (about {left} left)")
+        left = f"about {left_s / 60:.1f} min left"
+        self.console.print(f"[bold]\\[{self.stage}/{self.stages}][/] {what} ({left})")
 
 
 def workload(trace: Path | None, seed: int, scenario: Scenario | None = None) -> Selection:
@@ -75,12 +75,6 @@ def workload(trace: Path | None, seed: int, scenario: Scenario | None = None) ->
     return replace(chosen, jps=scenario.jps * last_s / (scenario.programs - 1)) if last_s else chosen
 
 
-def expected_s(found: Measured, scenario: Scenario) -> float:
-    """Seconds of one server, from its start to its end."""
-    work_s = scenario.programs / min(scenario.capacity_jps, scenario.jps)
-    return START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
-
-
 def demo(trace: Path | None, out: Path, clock: Clock) -> str:
     """Measure, serve, compare; returns the result as Markdown.
 
@@ -98,7 +92,8 @@ def demo(trace: Path | None, out: Path, clock: Clock) -> str:
     found = measured(chosen, work, model, out)
     scenario = pressed(found, work, TOTAL_S - clock.spent_s, len(contenders))
     clock.console.print(demo_report.scenario_words(found, scenario))
-    each_s = expected_s(found, scenario)
+    work_s = scenario.programs / min(scenario.capacity_jps, scenario.jps)
+    each_s = START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
     paths, chosen = {}, workload(trace, 1, scenario)
     for who in contenders:
         left_s = each_s * (clock.stages - clock.stage)

@@ -63,7 +63,7 @@ class Contender:
     name: str  # in tables
     scheduling: str  # --scheduling-policy
     connector: dict[str, str]
-    settings: dict[str, Any]
+    env: dict[str, str]
 
     @property
     def is_ours(self) -> bool:
@@ -72,7 +72,7 @@ class Contender:
     def transfer_config(self, mp: MpProcess) -> dict[str, Any]:
         """The value of `--kv-transfer-config`."""
         config = mp.transfer_config | self.connector | {"kv_load_failure_policy": "recompute"}
-        extra = config["kv_connector_extra_config"] | {"lmcache.mp.save_decode_cache": True} | self.settings
+        extra = config["kv_connector_extra_config"] | {"lmcache.mp.save_decode_cache": True}
         return config | {"kv_connector_extra_config": extra}
 
 
@@ -82,14 +82,14 @@ ORDER = Contender(
     "program order + LMCache",
     "continuum",
     LMCACHES_OWN,
-    {"continuum.policy": policies.setting("program-fcfs")},
+    {"CONTINUUM_POLICY": policies.setting("program-fcfs")},
 )
 CONTINUUM = Contender(
     "continuum",
     "continuum + LMCache",
     "continuum",
     OURS,
-    {"continuum.profile": str(ROOT / "profiles" / profile_here())},
+    {"CONTINUUM_PROFILE": str(ROOT / "profiles" / profile_here())},
 )
 
 
@@ -132,7 +132,7 @@ def compared(who: Contender, scenario: Scenario, selection: Selection, model: Pa
         args += ["--max-model-len", str(scenario.window_tokens)]
         args += ["--num-gpu-blocks-override", str(scenario.gpu_blocks)]
         log = out / f"{name}-server.log"
-        with serve(model, [*args, *IN_ENGINE_ARGS], log=log, env=IN_ENGINE_ENV) as url:
+        with serve(model, [*args, *IN_ENGINE_ARGS], log=log, env=IN_ENGINE_ENV | who.env) as url:
             mp.wait_until_healthy()
             job = Job(f"{url}/v1", who.label, selection, out)
             summary = replay(job, scenario.limit_s)

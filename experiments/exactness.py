@@ -19,7 +19,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +151,8 @@ def play(llm: Any, programs: int, seed: int, rest_s: float = 0.0) -> list[Conver
     one token of it is computed.
     """
     draw = random.Random(seed)
-    conversations = {f"{seed}-{i}": Conversation(drawn(draw, first_tokens(i))) for i in range(programs)}
+    first_tokens = (FIRST_TOKENS if i % RETRIED else WHOLE_TOKENS for i in range(programs))
+    conversations = {f"{seed}-{i}": Conversation(drawn(draw, n)) for i, n in enumerate(first_tokens)}
     names = {send(llm, name, conversation): name for name, conversation in conversations.items()}
     at_tool: list[str] = []
     steps = itertools.count(1)
@@ -186,10 +187,6 @@ def play_all_ways(
         if all(sources(llm)[way] for way in ways):
             break
     return conversations
-
-
-def first_tokens(number: int) -> int:
-    return FIRST_TOKENS if number % RETRIED else WHOLE_TOKENS
 
 
 def drawn(draw: random.Random, tokens: int) -> list[int]:
@@ -275,24 +272,18 @@ def checked(device: str, dtype: str, folder: Path, tier: str = LMCACHE) -> dict[
         played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS[tier], EVICTED_S if device == "cuda" else 0.0)
         found = sources(llm)
     model = reference(device)
-    off = {
-        name: turns_off(conversations, lambda conversation: off_by(conversation, model))
-        for name, conversations in played.items()
-    }
-    figures = {name: figures_of(turns) for name, turns in off.items()}
+    figures = {name: figures_of(turns_off(of, model)) for name, of in played.items()}
     missing = [way for way in WAYS[tier] if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
     failed += wrong(figures, EXACT[device] if dtype == "float32" else None)
     return {"dtype": dtype, "tier": tier, "ways": dict(found), **figures, "failed": "; ".join(failed)}
 
 
-def turns_off(
-    conversations: Sequence[Conversation], off: Callable[[Conversation], list[float]]
-) -> list[list[float]]:
+def turns_off(conversations: Sequence[Conversation], model: Any) -> list[list[float]]:
     """The error of each turn's tokens."""
     found = []
     for conversation in conversations:
-        tokens = off(conversation)
+        tokens = off_by(conversation, model)
         found += [tokens[at : at + OUTPUT_TOKENS] for at in range(0, len(tokens), OUTPUT_TOKENS)]
     return found
 

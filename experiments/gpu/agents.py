@@ -336,13 +336,7 @@ def up(
         ours = who.offloading.is_ours
         log = out / f"{who.label}-lmcache.log"
         mp = until.enter_context(serve_mp(place.dram_gib, disk, log, module=ours, disk_gb=place.ssd_gb))
-        config = who.offloading.transfer_config(mp)
-        config["kv_connector_extra_config"] = {
-            key: value
-            for key, value in config["kv_connector_extra_config"].items()
-            if not key.startswith("continuum.")  # the environment has them
-        }
-        args += ["--kv-transfer-config", json.dumps(config)]
+        args += ["--kv-transfer-config", json.dumps(who.offloading.transfer_config(mp))]
     log = out / f"{who.label}-server.log"
     serving = serve(model, args, log=log, env=env, start_s=start_s, on_gpu=place.on_gpu)
     return until.enter_context(serving)
