@@ -25,11 +25,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from experiments.tables import plain
 from experiments.tiny_model import make_model
-from experiments.trust import own_run
-from experiments.trust.own_run import STOCK
 from experiments.trust.packages import WORK, source_tests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +51,7 @@ FILES = (
     "v1/kv_connector/unit/test_remote_decode_lifecycle.py",
     "v1/kv_connector/unit/test_remote_prefill_lifecycle.py",
 )
+STOCK, SCHEDULER = "stock", "OWN_TESTS_SCHEDULER"  # the variable has that, or a policy's name
 POLICIES = ("fcfs", "continuum")
 PRIORITY = "vLLM's other policy, `priority`, which is never set beneath our class: "
 CLOCK = PRIORITY + "the test dates arrivals by hand, and we order by when the engine got the request"
@@ -114,8 +113,8 @@ def standin_models(tree: Path) -> None:
             shutil.copy(tiny / part, folder / part)
 
 
-def run(tree: Path, files: Sequence[str], path: str = "") -> dict[str, Outcomes]:
-    """Run the files that this release has: stock and each policy. `path`: further folders to import from.
+def run(tree: Path, files: Sequence[str]) -> dict[str, Outcomes]:
+    """Run the files that this release has: stock and each policy.
 
     Raises FileNotFoundError if pytest wrote no report; its log is beside it.
     """
@@ -125,12 +124,21 @@ def run(tree: Path, files: Sequence[str], path: str = "") -> dict[str, Outcomes]
     present = [f"tests/{name}" for name in files if (tree / "tests" / name).is_file()]
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("CONTINUUM_", "PYTEST_"))}
     environ |= {
-        "PYTHONPATH": os.pathsep.join(filter(None, (path, str(tree), str(ROOT)))),
+        "PYTHONPATH": os.pathsep.join((str(tree), str(ROOT))),
         "HF_HUB_OFFLINE": "1",
         "CONTINUUM_HONOR_PRIORITY": "true",
     }
-    runner = [sys.executable, "-m", own_run.__name__, str(tree), ",".join(names)]
-    subprocess.run([*runner, *present], env=environ, check=False)
+    confined = ["-c", os.devnull, "--rootdir=.", "--confcutdir=tests/v1"]  # the top conftest wants a hub
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *confined]
+    command += ["-p", "experiments.trust.swapped", "-o", "junit_family=xunit1", *present]
+    running = []
+    for name in names:
+        with (tree / f"{name}.log").open("w") as log:
+            report = ["--junitxml", f"{name}.xml"]
+            env = environ | {SCHEDULER: name}
+            running.append(subprocess.Popen([*command, *report], cwd=tree, env=env, stdout=log, stderr=log))
+    for one in running:
+        one.wait()
     return {name: outcomes(tree / f"{name}.xml") for name in names}
 
 
@@ -160,27 +168,26 @@ def is_explained(policy: str, test: str) -> bool:
     return policy in policies
 
 
-def compare(release: str, files: Sequence[str], path: str = "") -> tuple[Outcomes, dict[str, Outcomes]]:
+def compare(release: str, files: Sequence[str]) -> tuple[Outcomes, dict[str, Outcomes]]:
     """Stock's outcomes and ours, by policy. Raises Unreachable without the source archive."""
     tree = source_tests(release)
     standin_models(tree)
-    found = run(tree, files, path)
+    found = run(tree, files)
     return found.pop(STOCK), found
 
 
 def main(
     release: Annotated[str, typer.Option(help="of vLLM")] = version("vllm").partition("+")[0],
     quick: Annotated[bool, typer.Option(help="only the files that run in CI")] = False,
-    path: Annotated[str, typer.Option(help="import vLLM from here")] = "",
 ) -> None:
     """Print the counts and every difference; exit status 1 if there is one."""
-    stock, ours = compare(release, QUICK if quick else FILES, path)
-    table = Table("scheduler", "passed", "failed", "error", "skipped", title=f"vLLM {release}'s own tests")
+    stock, ours = compare(release, QUICK if quick else FILES)
+    rows = [["scheduler", *(kinds := ("passed", "failed", "error", "skipped"))]]
     for name, found in {STOCK: stock, **ours}.items():
         counts = Counter(found.values())
-        table.add_row(name, *(str(counts[kind]) for kind in ("passed", "failed", "error", "skipped")))
+        rows.append([name, *(str(counts[kind]) for kind in kinds)])
     console = Console()
-    console.print(table)
+    console.print(plain(rows, f"vLLM {release}'s own tests"))
     found = differences(stock, ours)
     for each in found:
         console.print(f"{each.policy}: {each.test}: stock {each.stock}, ours {each.ours}", markup=False)
