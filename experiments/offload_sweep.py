@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from continuum_lmcache.errors import TraceError, nearest
 from experiments.sim.trace_programs import refuse_unknown
 from experiments.sweep import closed_loop, goals
-from experiments.sweep.cases import Case, SweepError
+from experiments.sweep.cases import Case, Live, SweepError
 from experiments.sweep.grids import Size, installed, named
-from experiments.sweep.live_plans import LIVE_PLANS, paced
+from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS, Plan
 from experiments.sweep.readout import caption, figures_by_case, found, table
 from experiments.sweep.rows import LIVE, Rows
@@ -48,7 +48,6 @@ GOALS = "goals"
 TRACES = "traces"
 SESSIONS = "sessions"
 TABLES = (GOALS, TRACES, SESSIONS)
-WITH_REGIMES = (GOALS, TRACES, "peers", "agents", "agents-mp")
 NAMES = f"sim: {', '.join([*PLANS, *TABLES])}; live: {', '.join(LIVE_PLANS)}; either: {ALL}"
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 
@@ -67,6 +66,7 @@ class Wanted:
     parts: str = ""  # of names, between semicolons
     contenders: tuple[str, ...] = ()
     tiers: tuple[str, ...] = TIERS
+    jps: float | None = None  # live: arrivals a second, in place of the figure's
 
     def has(self, case: Case, name: str) -> bool:
         """Whether the case, which the figure calls `name`, is wanted."""
@@ -95,13 +95,6 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
             hint = nearest(name, known)
             raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}")
     return plans if ALL in names else {n: plans[n] for n in dict.fromkeys(names) if n not in TABLES}
-
-
-def at_rate(plans: dict[str, Plan], engine: Engine, jps: float) -> dict[str, Plan]:
-    """The same at another arrival rate. Raises SweepError for the simulator, which has fixed machines."""
-    if engine is not Engine.LIVE:
-        raise SweepError("--jps is for --engine live: the simulator's figures have fixed rates; leave it out")
-    return {name: paced(plan, jps) for name, plan in plans.items()}
 
 
 def seeds_of(text: str) -> list[int]:
@@ -154,7 +147,9 @@ def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> 
     cases = plan.cases(size, chosen[:1] if size is Size.QUICK else chosen)
     named(",".join(wants.contenders), dict.fromkeys(case.contender for case in cases), "--contenders")
     cases = [case for case in cases if wants.has(case, f"{plan.label(case)}, {plan.panel(case)}")]
-    return installed(cases)
+    if wants.jps is not None:
+        cases = [replace(case, jps=wants.jps) for case in cases if isinstance(case, Live)]
+    return installed(dict.fromkeys(cases))
 
 
 def reach(chosen: Sequence[goals.Goal], seeds: Sequence[int], title: str, jobs: int, path: Path) -> None:
@@ -174,9 +169,7 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
-    regimes: Annotated[
-        str, typer.Option(help=f"of {', '.join(WITH_REGIMES)}: parts of names, between semicolons")
-    ] = "",
+    regimes: Annotated[str, typer.Option(help="parts of rows' names, between semicolons")] = "",
     contenders: Annotated[str, typer.Option(help="of a figure: these, between commas")] = "",
     tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
@@ -194,15 +187,13 @@ def main(
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        if regimes and not {*WITH_REGIMES} & {*figures}:
-            raise SweepError(
-                f"--regimes chooses among {', '.join(WITH_REGIMES)}; name one of these, or leave it out"
-            )
         chosen = seeds_of(seeds) if seeds else None
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)
-        if jps is not None:
-            plans = at_rate(plans, engine, jps)
+        if jps is not None and engine is not Engine.LIVE:
+            raise SweepError(
+                "--jps is for --engine live: the simulator's figures have fixed rates; leave it out"
+            )
         suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
         untuned, part = chosen or goals.SEEDS[size], "-some" * bool(regimes)
         if GOALS in figures:
@@ -216,7 +207,7 @@ def main(
             loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)
             closed_loop.tabulate(loops, jobs, out)
         if plans:
-            wants, is_live = wanted(regimes, contenders, tiers), engine is Engine.LIVE
+            wants, is_live = replace(wanted(regimes, contenders, tiers), jps=jps), engine is Engine.LIVE
             sweep(plans, size, chosen, wants, jobs, out, suffix, is_live)
     except (SweepError, TraceError) as error:
         raise SystemExit(f"offload_sweep: {error}") from error

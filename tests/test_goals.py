@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.offload_sweep import main
 from experiments.sweep.cases import Point, SweepError
 from experiments.sweep.goals import OURS, Goal, goals, line, verdict
 from experiments.sweep.grids import Size
@@ -20,11 +19,6 @@ def test_some_goals_are_chosen_by_parts_of_their_names() -> None:
     assert some == ["fig9, DRAM 100 GB, 0.05", "fig9, DRAM 100 GB, 0.1", "fig14, + SSD 200 GB"]
     with pytest.raises(SweepError, match="no goal has 'h4' in its name; at this size there are: fig9"):
         goals(Size.FULL, "h4")
-
-
-def test_regimes_without_goals_are_refused() -> None:
-    with pytest.raises(SystemExit, match="--regimes chooses among goals, traces"):
-        main(["fig8"], regimes="fig9")
 
 
 def test_everybody_in_a_goal_runs_the_same_programs() -> None:

@@ -12,7 +12,7 @@ from serving import FORKING
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
-from experiments.offload_sweep import Engine, at_rate, main, plans_named
+from experiments.offload_sweep import Engine, Wanted, cases_of, main, plans_named
 from experiments.policies import no_retention
 from experiments.server import ServerError
 from experiments.sweep import conditions
@@ -195,7 +195,7 @@ def test_over_lmcaches_server_a_disk_s_loads_have_room_in_l1_beside_the_case_s_d
 
 def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:
     plan = LIVE_PLANS["fig14"]
-    given, mine = (p.cases(Size.FULL, [3]) for p in (plan, at_rate({"p": plan}, Engine.LIVE, 4.0)["p"]))
+    given, mine = plan.cases(Size.FULL, [3]), cases_of(plan, Size.FULL, [3], Wanted(jps=4.0))
     assert {case.jps for case in given} == {0.5, 1.0} and {case.jps for case in mine} == {4.0}
     assert [replace(case, jps=4.0) for case in given if case.jps == 1.0] == mine
     with pytest.raises(SystemExit, match="--jps is for --engine live"):

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.figures import colour, plt, save
@@ -21,13 +20,6 @@ from experiments.tables import spread
 MOST_COLUMNS = 3
 TITLE_CHARACTERS = 16  # an inch of the title
 WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is logarithmic
-
-
-def readable(axis: Axis, form: str = "{x:g}") -> None:
-    """A logarithmic axis with plain numbers at 1, 2 and 5."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(form)
-    axis.set_minor_formatter(NullFormatter())
 
 
 def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
@@ -62,7 +54,9 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
     every = [value for by_seed in labels.values() for value in by_seed.values()]
     if max(every) > WIDE * min(every):
         axes.set_xscale("log")
-        readable(axes.xaxis, "{x:,.0f}")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="x", color="0.9")

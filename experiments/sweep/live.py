@@ -46,7 +46,7 @@ GIB = 2**30 / 1e9  # in which LMCache counts, in GB
 
 
 def run(case: Live, keep: Path) -> dict[str, Any]:
-    """Serve, replay, stop; the figures (rows.LIVE_FIGURES). Turns and logs stay in `keep`, the case's folder.
+    """Serve, replay, stop; the figures (of rows.FIGURES). Turns and logs stay in `keep`, the case's folder.
 
     Nothing is measured before all servers are healthy; `start_s` is the time until then.
     Raises SweepError for unknown names and failed turns, ServerError, ServerUnusable.

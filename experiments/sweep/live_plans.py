@@ -3,7 +3,7 @@
 Tiers are multiples of the GPU's own KV cache, as the paper's 100 GB are 1.7 times the 59 GB that an
 A100 has beside an 8B model. Every case starts a new server, so that no cache is warm; a case takes a
 minute. The arrival rates make memory short on two cores of an AMD EPYC; a faster machine needs another rate
-(`paced`), or nothing is evicted and all policies are equal.
+(--jps), or nothing is evicted and all policies are equal.
 """
 
 from __future__ import annotations
@@ -63,16 +63,6 @@ def cases_of(
 
 def everything(case: Case) -> str:
     return f"{case.workload}, {tiers(case)}"
-
-
-def paced(plan: Plan, jps: float) -> Plan:
-    """The plan with this arrival rate, programs a second, instead of its own."""
-
-    def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
-        given = [case for case in plan.cases(size, seeds) if isinstance(case, Live)]
-        return list(dict.fromkeys(replace(case, jps=jps) for case in given))
-
-    return replace(plan, cases=cases)
 
 
 OF_TRACES = partial(OF_PEERS, panel=everything, shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"))

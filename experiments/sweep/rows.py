@@ -56,24 +56,11 @@ FIGURES = (
     *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),
     "measured",
 )
-LIVE_FIGURES = (
-    *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s", "ttft_mean_s", "ttft_p99_s"),
-    *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "probe_s"),
-    *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "preemptions"),
-    *("pins_taken", "pins_reused", "pins_expired", "pins_reclaimed", "measured"),
-)
 SESSION_FIGURES = (
     *("tokens_per_s", "goodput_10", "goodput_30", "goodput_60", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"),
     *("ttft_max_s", "turns", "in_time_share", "sessions_in_time_share", "starved_sessions", "tpot_s"),
-    *(
-        "programs",
-        "programs_in_time_share",
-        "job_p95_s",
-        "end_s",
-        "twice_tokens",
-        "cold_sessions",
-        "measured",
-    ),
+    *("programs", "programs_in_time_share", "job_p95_s", "end_s", "twice_tokens", "cold_sessions"),
+    "measured",
 )
 Row = Mapping[str, str]
 
@@ -94,7 +81,7 @@ class Sheet:
 
 SWEEP = Sheet((Point,), FIGURES)
 SESSIONS = Sheet((SessionPoint,), SESSION_FIGURES)
-LIVE = Sheet((Live,), LIVE_FIGURES, CONDITIONS)
+LIVE = Sheet((Live,), (*FIGURES, "start_s", "probe_s"), CONDITIONS)
 
 
 @cache
