@@ -7,10 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+from waiting import PATIENCE_S
 
+from experiments.gpu import agents
 from experiments.ray_server import serve_fleet
 from experiments.server import ServerError, fast_dtype, reserved_port, serve
 from experiments.tiny_model import profile_here
@@ -104,3 +108,24 @@ def test_a_fleet_that_ends_before_it_is_up_is_a_server_error(monkeypatch, tmp_pa
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(ServerError, match="serve run exited with 1"), serve_fleet(tmp_path, tmp_path):
         pass
+
+
+def test_a_server_that_is_frozen_when_idle_runs_only_while_it_is_asked():
+    process = psutil.Popen(["sleep", "600"])
+
+    def becomes_stopped(wanted: bool) -> bool:
+        end_s = time.monotonic() + PATIENCE_S
+        while (process.status() == psutil.STATUS_STOPPED) is not wanted and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return (process.status() == psutil.STATUS_STOPPED) is wanted
+
+    try:
+        server = agents.Server(agents.CONTENDERS[0], "http://127.0.0.1:9", [process])
+        server.freeze()
+        assert becomes_stopped(True)
+        with server.awake():
+            assert becomes_stopped(False)
+        assert becomes_stopped(True)
+    finally:
+        process.kill()
+        process.wait()
