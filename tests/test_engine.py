@@ -23,6 +23,7 @@ from continuum_lmcache.types import NO_CALL, Pin, ProgramId, Residency, Retentio
 BLOCK = 16
 MAX_WAIT_S = 60.0
 MAX_TTL_S = 20.0
+MOSTLY = st.sampled_from([True, True, True, False])
 
 
 @dataclass
@@ -227,13 +228,18 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         last=st.integers(0, 7),
         turns=st.sampled_from([0, 0, 0, 4]),
+        a_step_follows=MOSTLY,
     )
-    def a_turn_arrives(self, job: Any, tokens: int, story: int, priority: int, last: int, turns: int) -> None:
+    def a_turn_arrives(
+        self, job: Any, tokens: int, story: int, priority: int, last: int, turns: int, a_step_follows: bool
+    ) -> None:
         sent = {"priority": priority, "is_last_step": last == 7, "turns": turns}
         turn = self.rig.arrive(
             job, prompt(tokens, story), "even" if job in ("a", "c", "e") else "odd", **sent
         )
         self.live[turn.id] = turn
+        if a_step_follows:
+            self.a_step_passes(idle=True)
 
     @precondition(lambda self: any(t.started_s is None and not t.in_line for t in self.live.values()))
     @rule(data=st.data(), found_tokens=st.integers(0, 800))
@@ -247,10 +253,15 @@ class Machine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([0.0, 0.5, 3.0, 50.0]),
         blocks=st.integers(0, 9),
         shared=st.integers(0, 5),
-        is_end=st.booleans(),
+        is_end=MOSTLY,
+        has_run=MOSTLY,
     )
-    def a_turn_ends(self, data: st.DataObject, ttl_s: float, blocks: int, shared: int, is_end: bool) -> None:
+    def a_turn_ends(
+        self, data: st.DataObject, ttl_s: float, blocks: int, shared: int, is_end: bool, has_run: bool
+    ) -> None:
         turn = self.live.pop(TurnId(data.draw(st.sampled_from(sorted(self.live)))))
+        if has_run and turn.started_s is None and not turn.in_line:
+            self.rig.run(turn)
         self.keep = Retention(ttl_s, "test", "test", reload_s=10 * ttl_s)
         own = range(self.next_block, self.next_block + max(0, blocks - shared))
         self.next_block = own.stop
