@@ -1,16 +1,23 @@
-"""The fake connector's tiers, in virtual time."""
+"""The fake connector's tiers, in virtual time, and its settings."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from contract.stores import FakeStore
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from connectors.fake.config import FakeConfig
+from connectors.fake.scheduler_side import FakeSchedulerSide
+from connectors.tier_model.lru_tier import chunk_names
 from connectors.tier_model.tier_spec import GB, TierSpec
 from connectors.tier_model.two_tier_cache import TwoTierCache
+from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit
 
 CHUNK, BYTES = 4, 250  # a chunk is 1,000 bytes: a rate of 1e-6 GB/s moves one in a second
@@ -72,6 +79,54 @@ def test_loads_queue_on_their_links() -> None:
     del store.dram.names["b"], store.dram.names["c"]
     assert store.load(20.0, "abc").done_s == 20.0 + 2 * 2 + 3 + 0.5  # the disk, then one copy of all
     assert store.locate(20.0, "abc") == TierHit(3 * CHUNK, 0)
+
+
+@pytest.mark.parametrize(("in_dram", "on_disk"), [(1, 1), (1, 0), (0, 0)])
+def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int) -> None:
+    """Two chunks are in DRAM, two on the disk alone. What is computed is stored to DRAM."""
+    store = FakeStore(9, 9)
+    half, prompt = 2 * store.chunk_tokens, list(range(4 * store.chunk_tokens + 1))
+    store.run(prompt)
+    store.settle()
+    for name in chunk_names(prompt, store.chunk_tokens)[2:]:
+        del store.scheduler_side.store.dram.names[name]
+    select = lambda _, where: in_dram * where.dram_tokens + on_disk * where.ssd_tokens  # noqa: E731
+    store.scheduler_side.load_selector = select
+    assert store.run(prompt) == TierHit(half * in_dram, half * on_disk)
+    store.check()
+    assert store.locate(prompt) == TierHit(2 * half, 0)
+
+
+@pytest.mark.parametrize(
+    ("of_request", "offered"), [({}, 32), ({"cache_salt": "tenant"}, 0), ({"lora_request": object()}, 0)]
+)
+def test_tenants_and_adapters_do_not_share(of_request: dict[str, Any], offered: int) -> None:
+    store, prompt = FakeStore(9, 9), list(range(33))
+    store.run(prompt)
+    request = SimpleNamespace(**vars(store._request(prompt)) | of_request)
+    assert store.scheduler_side.offered_tokens(request, 0) == offered  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"fake.dram_gbb": 1}, "unknown key fake.dram_gbb.*did you mean fake.dram_gb"),
+        ({"fake.dram_gb": -1}, "dram_gb of a tier is -1.0; it must be 0 or more"),
+        ({"fake.dram_gb": "much"}, "fake.dram_gb is 'much'; it must be a number"),
+        ({"fake.chunk_tokens": 0}, "chunk_tokens of a tier is 0; it must be more than 0"),
+        ({"fake.chunk_tokens": 2.5}, "fake.chunk_tokens is 2.5"),
+        ({"fake.load_gbps": 0}, "load_gbps of a tier is 0"),
+        ({"fake.async": True}, "unknown key fake.async"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FakeConfig.load(extra)
+
+
+def test_chunks_must_be_whole_blocks() -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens is 256.*a multiple of the engine's blocks of 96"):
+        FakeSchedulerSide(FakeConfig(), bytes_per_token=1, block_tokens=96, clock=lambda: 0.0)
 
 
 class Tiers(RuleBasedStateMachine):

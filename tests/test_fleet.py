@@ -113,23 +113,6 @@ def test_a_replica_without_a_report_for_long_is_dropped_and_its_next_report_adds
     assert host.sends("p").replica == home
 
 
-def test_a_replica_that_joins_takes_no_program_that_has_a_home() -> None:
-    host = Host()
-    homes = {f"p{i}": host.runs(f"p{i}").replica for i in range(20)}
-    host.news(1.0, "c")
-    assert {name: host.runs(name).replica for name in homes} == homes
-    assert host.runs("new").replica == C
-
-
-def test_no_new_program_goes_to_a_replica_with_an_old_report_and_later_turns_do() -> None:
-    host = Host()
-    home = host.runs("p").replica
-    other = "b" if home == A else "a"
-    host.news(3.1, other, requests=99)
-    assert [host.sends(name).replica for name in "qr"] == [other, other]
-    assert host.sends("p").replica == home
-
-
 def test_without_a_fresh_report_new_programs_go_by_the_hash() -> None:
     host = Host()
     host.now_s = 20.0

@@ -18,6 +18,7 @@ pytest.importorskip("lmcache.integration.vllm.mp_server_launcher")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connectors.lmcache_mp import autostart
 from connectors.lmcache_mp.autostart import all_gpus, one_start
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.translation import (
@@ -223,7 +224,10 @@ def test_any_json_value_of_any_setting_is_taken_or_refused_in_one_line(extra: di
         assert str(error) and "\n" not in str(error)  # noqa: PT017 (either is right)
 
 
-def test_a_port_that_something_else_has_is_named_before_a_server_starts() -> None:
+def test_a_port_that_something_else_has_is_named_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(autostart, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for extra in ({"lmcache.mp.port": port}, {SERVER_ARGS: f"--http-port {port}"}):
@@ -262,8 +266,6 @@ def test_what_the_server_writes_is_readable_by_its_user_alone(tmp_path: Path) ->
 def test_the_server_sees_all_gpus_and_the_engines_own_first(
     mine: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
     with all_gpus(4):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
