@@ -1,4 +1,4 @@
-"""Runs commands as their users would, each in a fork of one process that has imported vLLM once.
+"""Runs commands as their users would, each in a fork of one process that has imported large packages once.
 
     echo '[["python", "experiments/replay.py", "--help"]]' | python tests/commands_in_one_process.py
 
@@ -17,7 +17,11 @@ import traceback
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import aiohttp  # noqa: F401
 import matplotlib.pyplot  # noqa: F401
+import scipy.optimize  # noqa: F401
+import typer.rich_utils  # noqa: F401
+import vllm.engine.arg_utils  # noqa: F401
 import vllm.v1.core.sched.scheduler  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
