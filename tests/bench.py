@@ -12,12 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("vllm")
-
-import torch  # noqa: E402
-from vllm.config import (  # noqa: E402
+import torch
+from vllm.config import (
     CacheConfig,
     KVTransferConfig,
     ModelConfig,
@@ -25,18 +21,18 @@ from vllm.config import (  # noqa: E402
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK = 16
 
@@ -44,6 +40,17 @@ BLOCK = 16
 def prompt(tokens: int, story: int = 0) -> list[int]:
     """Token ids; prompts of one story are prefixes of each other."""
     return [100 + (story * 977 + i * 31) % 3000 for i in range(tokens)]
+
+
+def fake_tiers(dram_gb: float, **settings: Any) -> dict[str, Any]:
+    """The fake connector's configuration, with chunks of a block."""
+    return {
+        "kv_connector": "FakeConnector",
+        "kv_connector_module_path": "connectors.fake",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"fake.dram_gb": dram_gb, "fake.chunk_tokens": BLOCK},
+        **settings,
+    }
 
 
 class Bench:
@@ -233,3 +240,14 @@ class Bench:
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
+
+
+def check_nothing_is_left(bench: Bench) -> None:
+    """Without new requests all end, and later all memory is free again."""
+    bench.run_until_idle()
+    bench.advance(1000.0)
+    bench.engine.check()
+    assert not bench.engine.turns and not bench.engine.admission.is_waited_for
+    bench.scheduler.shutdown()
+    assert bench.used_blocks == 0, "blocks leaked"
+    assert not bench.engine.pins.pinned

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import hypothesis
 import pytest
@@ -78,6 +79,54 @@ def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
     with mp_rigs(tmp_path) as make:
         yield make
+
+
+@pytest.fixture
+def make(model: Path, settings: Callable[..., None]) -> Iterator[Callable[..., Any]]:
+    """Makes benches (bench.py). At the end each runs idle, and no turn, no pin and no block is left."""
+    from bench import Bench, check_nothing_is_left
+
+    from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+    made: list[Bench] = []
+
+    def build(
+        blocks: int = 20,
+        budget_tokens: int = 2048,
+        transfer: dict[str, Any] | None = None,
+        cls: Any = ContinuumScheduler,
+        kind: type[Bench] = Bench,
+        **values: Any,
+    ) -> Bench:
+        settings(**values)
+        made.append(kind(cls, model, blocks, budget_tokens, transfer))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        check_nothing_is_left(bench)
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """What a module logs from now on at a level, also where an earlier test has silenced vLLM's logger."""
+
+    def listen(module: Any, level: str = "warning") -> list[str]:
+        lines, logger = list[str](), MagicMock()
+        getattr(logger, level).side_effect = lambda text, *args: lines.append(text % args)
+        monkeypatch.setattr(module, "logger", logger)
+        return lines
+
+    return listen
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `continuum-lmcache` in this process (console.py)."""
+    from console import Command
+
+    monkeypatch.setenv("COLUMNS", "200")
+    return Command(capsys)
 
 
 @pytest.fixture

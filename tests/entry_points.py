@@ -87,18 +87,26 @@ class Sent(Exception):
     """Has the parameters that would have been sent to the engine."""
 
 
-def send(served: FastAPI, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's parameters of this request."""
+def ask(
+    served: FastAPI, path: str, headers: Mapping[str, str], body: Mapping[str, Any], raises: bool = True
+) -> httpx.Response:
+    """The answer. `raises`: what the application raises comes out here."""
 
-    async def send() -> dict[str, Any]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://t") as client:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(served, raise_app_exceptions=raises)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
             content = json.dumps(body)  # httpx itself encodes no lone surrogate
             in_json = {"content-type": "application/json", **headers}
-            response = await client.post(path, content=content, headers=in_json)
-        assert response.status_code == 200, response.text
-        return dict(response.json())
+            return await client.post(path, content=content, headers=in_json)
 
     return asyncio.run(send())
+
+
+def send(served: FastAPI, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's parameters of this request."""
+    response = ask(served, path, headers, body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
 
 
 def post(served: FastAPI, path: str, key: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from bench import BLOCK, Bench, prompt
+from bench import BLOCK, Bench, fake_tiers, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
@@ -24,34 +25,12 @@ from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
-DRAM = {
-    "kv_connector": "FakeConnector",
-    "kv_connector_module_path": "connectors.fake",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK},
-}
 
 
 @pytest.fixture
-def make(model: Path, settings: Any) -> Iterator[Make]:
-    """A bench under this project's own policy; checks at the end that nothing leaked."""
-    made: list[Bench] = []
-
-    def build(
-        blocks: int = 20, budget_tokens: int = 2048, transfer: dict[str, Any] | None = None, **values: Any
-    ) -> Bench:
-        settings(policy="continuum", **values)
-        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens, transfer))
-        return made[-1]
-
-    yield build
-    for bench in made:
-        bench.run_until_idle()
-        bench.advance(1000.0)
-        bench.engine.check()
-        assert not bench.engine.admission.is_waited_for
-        bench.scheduler.shutdown()
-        assert bench.used_blocks == 0, "blocks leaked"
+def make(make: Make) -> Make:
+    """Under this project's own policy."""
+    return partial(make, policy="continuum")
 
 
 def held(bench: Bench) -> list[str]:
@@ -65,7 +44,7 @@ def send_programs(bench: Bench, programs: int, tokens: int = 100, out: int = 4) 
 def test_the_room_in_a_tier_follows_its_size_which_shrinks_as_other_engines_come_to_share_it(
     make: Make,
 ) -> None:
-    bench = make(transfer=DRAM)
+    bench = make(transfer=fake_tiers(1.0))
     engine, store = bench.engine, bench.scheduler.connector.scheduler_side.store
     whole_tokens = engine.admission.capacity.tier_tokens
     assert whole_tokens == bench.scheduler.connector.capacity_tokens()[Tier.DRAM]
@@ -275,7 +254,7 @@ def test_a_held_turn_is_admitted_although_another_of_its_program_left(make: Make
     first, second = (bench.send("twice", prompt(100, 9), out=4) for _ in range(2))
     bench.step()
     assert {first, second} <= set(held(bench))
-    bench.scheduler.finish_requests([first], status_of("FINISHED_ABORTED"))
+    bench.scheduler.finish_requests([first], RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle(5000)
     assert second in bench.done
 
@@ -301,12 +280,6 @@ def test_a_prompt_that_may_not_be_cut_runs_beside_decodes(
     for _ in range(100):
         bench.step()
     assert long in bench.done
-
-
-def status_of(name: str) -> Any:
-    from vllm.v1.request import RequestStatus
-
-    return getattr(RequestStatus, name)
 
 
 def test_an_engine_whose_only_work_is_held_is_not_idle(make: Make) -> None:

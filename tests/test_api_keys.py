@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from bench import Bench, prompt
 from entry_points import BODIES, app, post
 from vllm.sampling_params import SamplingParams
@@ -20,18 +16,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.programs.identity import OWNER_FIELD
 from continuum_lmcache.vllm_plugin.hooks import api_keys, request_fields, wrapping
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 KEYS = ["key-of-ann", "key-of-bob"]
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:
-    settings(run_output_dir=tmp_path)
-    made = Bench(ContinuumScheduler, model, blocks=60)
-    yield made
-    made.scheduler.shutdown()
-    assert made.used_blocks == 0
+def bench(make: Any, tmp_path: Path) -> Bench:
+    return make(60, run_output_dir=tmp_path)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -114,9 +105,8 @@ def test_a_prompt_that_goes_on_where_another_keys_turn_ended_is_not_linked_to_it
     assert len(bench.engine.programs.records) == 1
 
 
-def test_a_tenants_share_is_that_of_its_key(model: Path, settings: Any) -> None:
-    settings(max_tenant_share=0.5)
-    bench = Bench(ContinuumScheduler, model, blocks=40)
+def test_a_tenants_share_is_that_of_its_key(make: Any) -> None:
+    bench = make(40, max_tenant_share=0.5)
     for i in range(12):
         bench.turn(f"greedy-{i}", prompt(64, i), **{OWNER_FIELD: "a" * 32})
     assert bench.engine.pins.refused["tenant"] > 0

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from connectors.lmcache_mp import startup
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin import register
 from continuum_lmcache.vllm_plugin.hooks import engine_args
@@ -257,44 +258,29 @@ def test_a_connectors_file_is_taken_under_every_policy(model: Path) -> None:
 
 
 def test_a_file_for_lmcache_in_one_process_starts_lmcaches_server_and_one_line_says_so(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "512")
-    lines: list[str] = []  # whatever level an earlier test has left the logger at
-    monkeypatch.setattr(
-        "connectors.lmcache_mp.startup.logger.info", lambda text, *args: lines.append(text % args)
-    )
-    file = KVTransferConfig(
-        kv_connector="LMCacheConnectorV1",
-        kv_role="kv_both",
-        kv_connector_extra_config={"lmcache.max_local_cpu_size": 2.0},
-    )
-    extra = (
-        engine(model, kv_transfer_config=file)
-        .create_engine_config()
-        .kv_transfer_config.kv_connector_extra_config
-    )
+    lines = logged(startup, "info")
+    file = transfer("LMCacheConnectorV1")
+    file.kv_connector_extra_config["lmcache.max_local_cpu_size"] = 2.0
+    config = engine(model, kv_transfer_config=file).create_engine_config()
+    extra = config.kv_transfer_config.kv_connector_extra_config
     assert extra.keys() == {"lmcache.mp.autostart", "lmcache.mp.autostart.server_args"}
     assert "--l1-size-gb 2 --chunk-size 512 " in extra["lmcache.mp.autostart.server_args"]
     (line,) = lines
     assert line.endswith("; from LMCACHE_CHUNK_SIZE, max_local_cpu_size")
 
 
-def multi(connectors: list[dict[str, Any]]) -> dict[str, Any]:
-    extra = {"connectors": connectors}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
 def test_lmcaches_own_connector_inside_multi_connector_is_named_and_ours_is_found_by_its_name(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, logged: Any
 ) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "warning", lambda text, *args: lines.append(text % args))
-    inner = [
-        {"kv_connector": name, "kv_role": "kv_both"}
-        for name in ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
-    ]
-    engine(model, kv_transfer_config=KVTransferConfig(**multi(inner))).create_engine_config()
+    lines = logged(engine_args)
+    file = transfer("MultiConnector")
+    names = ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
+    inner = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    file.kv_connector_extra_config["connectors"] = inner
+    engine(model, kv_transfer_config=file).create_engine_config()
     assert [line for line in lines if "inside MultiConnector" in line] == [
         "LMCacheMPConnector inside MultiConnector is the stock one, without our checks; name "
         "ContinuumLMCacheMPConnector there"

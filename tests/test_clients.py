@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-
-pytest.importorskip("vllm")
-
 from bench import BLOCK, Bench
 from client_requests import CHILD, CLIENTS, ENDS, PARENT, Client, Turn, codex
-from entry_points import BODIES, app, post, send
+from entry_points import BODIES, app, ask, post, send
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import FIELDS, HINT_FIELD, MAX_CHARS, TOOLS_FIELD, UNUSED_FIELD
 from continuum_lmcache.programs.session_fields import LABELS
 from continuum_lmcache.types import PinEnd
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 NAMED = [name for name, client in CLIENTS.items() if not client.hints]
 HINTING = [name for name, client in CLIENTS.items() if client.hints]
@@ -28,9 +21,8 @@ EVERY = pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS)
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any) -> Bench:
-    settings(policy="static-ttl")
-    return Bench(ContinuumScheduler, model, blocks=60)
+def bench(make: Any) -> Bench:
+    return make(60, policy="static-ttl")
 
 
 def sent(turn: Turn) -> dict[str, Any]:
@@ -274,28 +266,16 @@ def test_on_every_endpoint_a_router_says_that_a_program_is_under_way(path: str) 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_on_every_endpoint_the_answer_says_the_programs_name(path: str) -> None:
-    named = answered(path, job_id="run-42").headers
+    body = {"model": "m", **BODIES[path]}
+    named = ask(app([]), path, {}, body | {"job_id": "run-42"}).headers
     assert named["x-session-id"] == "run-42"
-    back = post_headers(path, {"X-Session-ID": named["x-session-id"]})
+    back = send(app([]), path, {"X-Session-ID": named["x-session-id"]}, body)["extra_args"]
     assert back["job_id"] == "run-42", "who sends it back goes on with the program"
-    assert "x-session-id" not in answered(path).headers, "this one named nothing"
+    assert "x-session-id" not in ask(app([]), path, {}, body).headers, "this one named nothing"
 
 
 @pytest.mark.parametrize("name", ["läuft", "\ud800", "x" * 257, "a\r\nset-cookie: b"])
 def test_a_name_that_no_header_can_carry_is_not_answered(name: str) -> None:
-    headers = answered("/v1/completions", job_id=name).headers
+    body = {"model": "m", "prompt": "hi", "job_id": name}
+    headers = ask(app([]), "/v1/completions", {}, body, raises=False).headers
     assert not {"x-session-id", "set-cookie"} & set(headers)
-
-
-def answered(path: str, **fields: Any) -> httpx.Response:
-    async def ask() -> httpx.Response:
-        served = httpx.ASGITransport(app([]), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=served, base_url="http://t") as client:
-            body = json.dumps({"model": "m", **BODIES[path], **fields})
-            return await client.post(path, content=body, headers={"content-type": "application/json"})
-
-    return asyncio.run(ask())
-
-
-def post_headers(path: str, headers: dict[str, str]) -> dict[str, Any]:
-    return dict(send(app([]), path, headers, {"model": "m", **BODIES[path]})["extra_args"])

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
-
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 EXPERIMENTS = ROOT / "experiments" / "README.md"

@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("lmcache")
-
 from forking_vllm import fork_from_now_on
 from serving import BLOCK, ids
 from waiting import until_stored

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench import Bench, fake_tiers, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.outputs import KVConnectorOutput
 
 from continuum_lmcache.programs import table
 from continuum_lmcache.programs.divergence import LossCause, kept_hashes, losses_of, no_hashes, same_blocks
 from continuum_lmcache.programs.program import NOWHERE
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 
 BLOCK = 16
 HEAD, ASK, ANSWER, TOOL = (list(range(start, start + 160)) for start in (1000, 2000, 3000, 4000))
 LAST = HEAD + ASK + ANSWER
 AGAIN = LAST + TOOL
 Loss = tuple[str, int, int, str]
+Make = Callable[..., Bench]
 
 
 def hashes(tokens: list[int]) -> list[int]:
@@ -122,24 +127,6 @@ def test_the_hashes_of_the_longest_idle_programs_are_dropped_first(monkeypatch: 
 
 # in the scheduler -----------------------------------------------------------
 
-pytest.importorskip("vllm")
-from bench import Bench, prompt  # noqa: E402
-from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
-
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of  # noqa: E402
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler  # noqa: E402
-
-Make = Callable[..., Bench]
-
-
-def dram(gb: float) -> dict[str, Any]:
-    return {
-        "kv_connector": "FakeConnector",
-        "kv_connector_module_path": "connectors.fake",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"fake.dram_gb": gb, "fake.chunk_tokens": BLOCK},
-    }
-
 
 class LoadingBench(Bench):
     """Each load ends with the step in which it began."""
@@ -150,17 +137,8 @@ class LoadingBench(Bench):
 
 
 @pytest.fixture
-def make(model: Path, settings: Any, tmp_path: Path) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def build(blocks: int = 400, transfer: dict[str, Any] | None = None, **values: Any) -> Bench:
-        settings(static_ttl_s=0, run_output_dir=tmp_path, record_ids=True, **values)
-        made.append(LoadingBench(ContinuumScheduler, model, blocks, transfer=transfer))
-        return made[-1]
-
-    yield build
-    for bench in made:
-        bench.scheduler.shutdown()
+def make(make: Make, tmp_path: Path) -> Make:
+    return partial(make, kind=LoadingBench, static_ttl_s=0, run_output_dir=tmp_path, record_ids=True)
 
 
 def recorded(bench: Bench, tmp_path: Path) -> dict[str, list[tuple[str, int, int]]]:
@@ -173,7 +151,7 @@ def recorded(bench: Bench, tmp_path: Path) -> dict[str, list[tuple[str, int, int
 
 
 def test_each_planted_change_is_recorded_and_counted(make: Make, tmp_path: Path) -> None:
-    bench = make(transfer=dram(1.0))
+    bench = make(400, transfer=fake_tiers(1.0))
     runs = {  # what a program sends, one prompt after the other
         "nothing": (HEAD + ASK, HEAD + ASK + [bench.sampled] + TOOL),
         "header": ([1, 2, 3] + HEAD + ASK, [4, 5, 6] + HEAD + ASK),
@@ -194,7 +172,11 @@ def test_each_planted_change_is_recorded_and_counted(make: Make, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("transfer", "expected"),
-    [(None, {"p": [("evicted", 0, 336)]}), (dram(5e-6), {"p": [("evicted", 0, 336)]}), (dram(1.0), {})],
+    [
+        (None, {"p": [("evicted", 0, 336)]}),
+        (fake_tiers(5e-6), {"p": [("evicted", 0, 336)]}),
+        (fake_tiers(1.0), {}),
+    ],
     ids=["no tier", "a tier of 40 blocks", "a tier that keeps it"],
 )
 def test_what_the_caches_lost_is_recorded(make: Make, tmp_path: Path, transfer: Any, expected: Any) -> None:

@@ -27,13 +27,10 @@ vllm:external_prefix_cache_hits_total 100
 """
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def test_a_stock_server_is_judged_by_what_it_did_between_two_looks(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app.time, "sleep", lambda _s: None)
-    return Command(capsys)
-
-
-def test_a_stock_server_is_judged_by_what_it_did_between_two_looks(command: Command) -> None:
     with metrics_server([BEFORE, AFTER]) as url:
         ran = command("estimate", url + "/v1")
     assert ran.status == 0
@@ -60,7 +57,6 @@ def test_a_trace_gets_the_simulators_answer_for_the_model_and_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Six agents on a card that holds two of their contexts: they gain; the seventh fits no card."""
-    pytest.importorskip("vllm")
     from experiments import estimate as simulation
 
     trace = tmp_path / "my.jsonl"

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, request_fields, weight_updates
 
 Install = Callable[[], None]

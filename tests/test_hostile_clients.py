@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from copy import deepcopy
 from dataclasses import replace
@@ -31,10 +32,9 @@ NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 2
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(engine, "MOST_PROGRAMS", 50)
-    settings(max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
-    return Bench(ContinuumScheduler, model, blocks=40)
+    return make(40, max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
 
 
 KV_TRANSFER_PARAMS: list[Any] = [  # of these that are no mapping, vLLM passes on the false ones
@@ -58,7 +58,6 @@ def test_no_kv_transfer_params_end_an_engine_with_lmcache(
     model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come from any client of the API, to LMCache's own adapters. One of the turns leaves at once."""
-    pytest.importorskip("lmcache")
     from kv_oracle_fake import CHUNK
     from kv_oracle_server import ServerBench, in_one_process
 
@@ -77,7 +76,6 @@ def test_no_kv_transfer_params_end_an_engine_with_lmcache(
 
 
 def test_tags_that_no_file_name_and_no_message_can_have_are_dropped() -> None:
-    pytest.importorskip("lmcache")
     from connectors.request_params import drop_invalid
 
     told = {"lmcache.tag.user": "é b", "other": "\0"}
@@ -163,11 +161,8 @@ def test_one_tenants_lies_about_ends_cost_no_other_its_trust(bench: Bench) -> No
 
 
 @pytest.mark.parametrize("tenant", ["victim", ""])
-def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
-    model: Path, settings: Any, tenant: str
-) -> None:
-    settings(policy="continuum")
-    advisor = Bench(ContinuumScheduler, model).engine.advisor
+def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(make: Any, tenant: str) -> None:
+    advisor = make(policy="continuum").engine.advisor
     for number in range(150):
         advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
     before_s = advisor.outlook(("pytest",), tenant).expected_s
@@ -194,6 +189,7 @@ def agent(name: str, arrival_s: float, source: str) -> Program:
     return Program(name, arrival_s, (*turns[:-1], replace(turns[-1], gap_s=None)), source)
 
 
+@functools.cache
 def victims_p95_s(attackers_say: str) -> float:
     """Of the victims' job times, beside a tenant whose programs lie about their ends (a short simulation)."""
     setup = Setup(

@@ -7,16 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
-from bench import Bench, prompt
+from bench import prompt
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from continuum_lmcache.vllm_plugin.hooks import idle_timer
-from continuum_lmcache.vllm_plugin.scheduler import LONGEST_SLEEP_S, ContinuumScheduler
+from continuum_lmcache.vllm_plugin.scheduler import LONGEST_SLEEP_S
 
 
 class Engine(EngineCoreProc):
@@ -72,9 +69,8 @@ def test_another_scheduler_keeps_vllms_own_queue() -> None:
     assert "get" not in vars(engine.input_queue)
 
 
-def test_the_scheduler_lets_the_engine_sleep_until_its_next_pin_is_due(model: Any, settings: Any) -> None:
-    settings(policy="static-ttl", static_ttl_s=4.0)
-    bench = Bench(ContinuumScheduler, model)
+def test_the_scheduler_lets_the_engine_sleep_until_its_next_pin_is_due(make: Any) -> None:
+    bench = make(policy="static-ttl", static_ttl_s=4.0)
     scheduler = bench.scheduler
     assert scheduler.idle_s() is None
     bench.turn("p", prompt(64))
@@ -87,14 +83,9 @@ def test_the_scheduler_lets_the_engine_sleep_until_its_next_pin_is_due(model: An
     scheduler.set_pause_state(PauseState.UNPAUSED)
     bench.run_until_idle()
     assert scheduler.idle_s() is None
-    scheduler.shutdown()
 
 
-def test_a_deadline_further_away_than_a_thread_can_wait_for_is_waited_for_in_parts(
-    model: Any, settings: Any
-) -> None:
-    settings(policy="static-ttl", static_ttl_s=1e300, max_ttl_s=1e300)
-    bench = Bench(ContinuumScheduler, model)
+def test_a_deadline_further_away_than_a_thread_can_wait_for_is_waited_for_in_parts(make: Any) -> None:
+    bench = make(policy="static-ttl", static_ttl_s=1e300, max_ttl_s=1e300)
     bench.turn("p", prompt(64))
     assert bench.scheduler.idle_s() == LONGEST_SLEEP_S
-    bench.scheduler.shutdown()

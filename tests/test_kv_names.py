@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 import torch
@@ -178,10 +177,9 @@ def test_a_file_that_lists_no_tensors_is_sampled_everywhere(
 
 
 def test_weights_that_are_no_files_here_are_named_by_their_path_and_get_a_warning(
-    here: Deployment, monkeypatch: pytest.MonkeyPatch
+    here: Deployment, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(kv_names.logger, "warning", lambda text, *args: warned.append(text % args))
+    warned = logged(kv_names)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("nobody/nothing", "s3://bucket/a model"):
         here.model.model = name

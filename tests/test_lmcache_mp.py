@@ -12,10 +12,10 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 import grpc
@@ -73,11 +73,9 @@ Make = Callable[..., MpRig]
 def test_what_an_earlier_server_left_in_l2_is_known_at_the_start(tmp_path: Path) -> None:
     """So a prompt that nobody stored is not looked up: L2 answers that after the writes in its queue."""
     directory = tmp_path / "kept"
-    first = MpServer(directory, 16, 64)
-    engine = MpEngine(first)
-    engine.run(prompt(1, 3))
-    engine.settle()
-    engine.close()
+    first = MpRig(directory, 16, 64)
+    first.run(prompt(1, 3))
+    first.settle()
     first.close()
     (directory / "notes.txt").touch()  # no file of LMCache's
     rig = MpRig(directory, 16, 64)
@@ -235,25 +233,10 @@ def reply_to(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
     )
 
 
-class Heard:
-    """A log of the test's own: other tests of the process may have silenced vLLM's."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warning(self, text: str, *args: object) -> None:
-        self.warnings.append(text % args)
-
-    def info(self, text: str, *args: object) -> None:
-        pass
-
-
 def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
-    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
+    mp_rig: Make, logged: Callable[..., list[str]]
 ) -> None:
-    rig, clock, downs = mp_rig(), Clock(), []
-    log = Heard()
-    monkeypatch.setattr(tier_mirror, "logger", log)
+    rig, clock, downs, warnings = mp_rig(), Clock(), [], logged(tier_mirror)
     answers = True
 
     def call(payload: bytes, timeout_s: float) -> bytes:
@@ -271,7 +254,7 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
         clock.now_s += MAX_AGE_S
         follower.try_poll()
     assert (follower.is_up, tiers.locate(prompt(1, 2), ""), downs) == (False, TierHit(0, 0), [1])
-    assert len(log.warnings) == 1 and "not answer" in log.warnings[0]
+    assert len(warnings) == 1 and "not answer" in warnings[0]
     answers = True
     follower.try_poll()
     assert follower.is_up and not follower.is_fresh, "it may answer the first request, sent long ago"
@@ -298,11 +281,10 @@ def answering(response: object) -> MessagingFuture:
     ids=["another release", "no MessagePack", "refused", "another reply", "gRPC", "no reply"],
 )
 def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
-    mp_rig: Make, monkeypatch: pytest.MonkeyPatch, bad: object
+    mp_rig: Make, logged: Callable[..., list[str]], bad: object
 ) -> None:
-    rig, log, downs = mp_rig(), Heard(), []
+    rig, downs, warnings = mp_rig(), [], logged(tier_mirror)
     answers, given = ["right"], []
-    monkeypatch.setattr(tier_mirror, "logger", log)
     (client,) = rig.scheduler.req_clients.values()
 
     def ask(request: object) -> MessagingFuture:
@@ -318,7 +300,7 @@ def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
     heard_s, already = follower._answered_s, len(given)
     wait_for(lambda: len(given) >= already + 3)
     assert follower._thread.is_alive() and follower._answered_s == heard_s
-    assert downs == [1] and len(log.warnings) == 1 and "not answer" in log.warnings[0]
+    assert downs == [1] and len(warnings) == 1 and "not answer" in warnings[0]
     answers.append("right")
     wait_for(lambda: follower.is_up)
     follower.close()
@@ -625,20 +607,25 @@ def test_defaults_fill_what_the_user_left_open() -> None:
     assert with_defaults(extra) == (extra, {})
 
 
+VMM = {"lmcache.mp.use_vmm_api": True}
+
+
 @pytest.mark.parametrize(
-    ("sleeps", "extra", "reason"),
+    ("lora", "embeds", "sleeps", "extra", "reason"),
     [
-        (True, {"lmcache.mp.use_vmm_api": True}, "drop --enable-sleep-mode or lmcache.mp.use_vmm_api"),
-        (True, {}, ""),
-        (False, {"lmcache.mp.use_vmm_api": True}, ""),
+        (None, False, True, VMM, "drop --enable-sleep-mode or lmcache.mp.use_vmm_api"),
+        (None, False, True, {}, ""),
+        (None, False, False, VMM, ""),
+        (object(), False, False, {}, "does not tell LoRA adapters apart.*drop --enable-lora"),
+        (None, True, False, {}, "does not tell prompt embeddings apart.*drop --enable-prompt-embeds"),
     ],
 )
-def test_sleep_mode_is_refused_where_the_server_maps_the_workers_memory(
-    sleeps: bool, extra: dict[str, bool], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_is_refused_whose_memory_moves_or_whose_kv_depends_on_more_than_tokens(
+    lora: object, embeds: bool, sleeps: bool, extra: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SimpleNamespace(
-        lora_config=None,
-        model_config=SimpleNamespace(enable_sleep_mode=sleeps, enable_prompt_embeds=False),
+        lora_config=lora,
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps, enable_prompt_embeds=embeds),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
     )
     monkeypatch.setattr(connector, "translate", lambda *_: None)
@@ -662,21 +649,6 @@ def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():
     assert kv_bytes_per_token(config) == 656 + 132
 
 
-@pytest.mark.parametrize(
-    ("lora", "embeds", "reason"),
-    [
-        (object(), False, "does not tell LoRA adapters apart.*drop --enable-lora"),
-        (None, True, "does not tell prompt embeddings apart.*drop --enable-prompt-embeds"),
-    ],
-)
-def test_prompts_whose_kv_depends_on_more_than_tokens_are_refused(
-    lora: object, embeds: bool, reason: str
-) -> None:
-    model = SimpleNamespace(enable_prompt_embeds=embeds, enable_sleep_mode=False)
-    with pytest.raises(ConfigError, match=reason):
-        ContinuumLMCacheMPConnector.check_settings(SimpleNamespace(lora_config=lora, model_config=model))
-
-
 ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 1, 300.0, "blake3", 0.0, "", "", 1, knows_all=False)
 
 
@@ -689,11 +661,10 @@ ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 1, 300.0, "blake3", 0.0, ""
     ],
 )
 def test_a_server_of_another_release_is_named_at_the_start(
-    answered: dict[str, str], warnings: list[str], monkeypatch: pytest.MonkeyPatch
+    answered: dict[str, str], warnings: list[str], logged: Callable[..., list[str]]
 ) -> None:
     same = {"lmcache": metadata.version("lmcache"), "continuum": __version__}
-    lines: list[str] = []  # whatever level an earlier test has left the logger at
-    monkeypatch.setattr(startup.logger, "warning", lambda text, *args: lines.append(text % args))
+    lines = logged(startup)
     startup.warn_of_versions(msgspec.structs.replace(ANSWER, **(same | answered)))
     assert len(lines) == len(warnings)
     assert all(part in line for part, line in zip(warnings, lines, strict=True))

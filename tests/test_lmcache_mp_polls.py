@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 import zmq

@@ -22,10 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("lmcache")
-
 from serving import CHUNK, CHUNK_GIB, HTTP, Answer, Server, serve
 from waiting import PATIENCE_S, wait_for
 

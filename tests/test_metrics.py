@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import prometheus_client
@@ -16,23 +15,8 @@ from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS, detach
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def make(model: Path, settings: Any) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
-        settings(**values)
-        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens))
-        return made[-1]
-
-    yield build
-    for bench in made:
-        bench.scheduler.shutdown()
 
 
 def heard_by_front_ends(bench: Bench) -> list[Any]:

@@ -18,7 +18,6 @@ from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_renewal import DECISIONS_A_STEP
 from continuum_lmcache.types import ProgramId, Tier, TurnId
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SOMEBODY = TurnId("somebody")
 
@@ -64,10 +63,9 @@ def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:
+def bench(make: Any, tmp_path: Path) -> Bench:
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
-    settings(policy="continuum", admission=False, run_output_dir=tmp_path)
-    made = Bench(ContinuumScheduler, model, blocks=20)
+    made: Bench = make(policy="continuum", admission=False, run_output_dir=tmp_path)
     made.engine.advisor.rates, made.engine.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     made.turn("p", prompt(BLOCK))
     made.advance(10.0)
@@ -133,10 +131,9 @@ def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
 
 @pytest.mark.parametrize("due", [False, True])
 def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
-    model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch, due: bool
+    make: Any, monkeypatch: pytest.MonkeyPatch, due: bool
 ) -> None:
-    settings(policy="continuum", admission=False)
-    bench = Bench(ContinuumScheduler, model, blocks=100)
+    bench = make(100, policy="continuum", admission=False)
     advisor = bench.engine.advisor
     advisor.rates, advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     for i in range(50):
@@ -177,9 +174,8 @@ def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: 
     assert not bench.engine.load(9).is_memory_short
 
 
-def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: Any) -> None:
-    settings(policy="continuum")
-    bench = Bench(ContinuumScheduler, model, blocks=20)
+def test_memory_is_short_while_a_program_waits_to_start(make: Any) -> None:
+    bench = make(policy="continuum")
     for i in range(8):
         bench.send(f"p{i}", prompt(100, i), out=4)
     bench.step()
@@ -189,10 +185,9 @@ def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: A
     assert not bench.engine.load(9).is_memory_short
 
 
-def test_a_program_that_starts_at_once_takes_no_pin(model: Path, settings: Any) -> None:
+def test_a_program_that_starts_at_once_takes_no_pin(make: Any) -> None:
     """After 10 s of its tool a pin is not worth the other 20 at the full price."""
-    settings(policy="continuum")
-    bench = Bench(ContinuumScheduler, model, blocks=200)
+    bench = make(200, policy="continuum")
     bench.engine.advisor.rates, bench.engine.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     bench.turn("p", prompt(BLOCK))
     bench.send("runs", prompt(BLOCK, 1), out=60)

@@ -7,9 +7,6 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from unnamed_programs import BLOCK_TOKENS, Branch, Replay
 from vllm.v1.request import Request
 

@@ -10,9 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-pytest.importorskip("vllm")
-
-from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue  # noqa: E402
+from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
 
 HELD = 5  # requests of this rank are held back
 

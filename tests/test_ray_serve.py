@@ -23,8 +23,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("ray")
-pytest.importorskip("vllm")
-pytest.importorskip("lmcache")
 
 from serving import ids
 

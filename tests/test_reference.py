@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 from prometheus_client import REGISTRY

@@ -25,11 +25,6 @@ from continuum_lmcache.report.charts import spans
 HOSTILE = "</script><script>document.title='taken'</script><b>"
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(capsys)
-
-
 def story(name: str = "a") -> Run:
     """Program a: 0..10 s, two turns, a pin reused; b: one turn, a pin that expires; a hostile name."""
     run = Run()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,23 +34,9 @@ Make = Callable[..., Bench]
 
 
 @pytest.fixture(params=[ContinuumScheduler, ContinuumAsyncScheduler], ids=["sync", "async"])
-def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:
-    """A bench for each of the two classes; checks at the end that nothing leaked."""
-    made: list[Bench] = []
-
-    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
-        settings(**values)
-        made.append(Bench(request.param, model, blocks, budget_tokens))
-        return made[-1]
-
-    yield build
-    for bench in made:
-        bench.run_until_idle()
-        bench.scheduler.shutdown()
-        bench.engine.check()
-        assert bench.used_blocks == 0, "blocks leaked"
-        assert len(bench.engine.pins.pinned) == 0
-        assert not bench.engine.turns
+def make(request: Any, make: Make) -> Make:
+    """A bench for each of the two classes."""
+    return partial(make, cls=request.param)
 
 
 def outcomes(bench: Bench) -> dict[str, int]:
@@ -521,14 +508,13 @@ class PanicException(BaseException):
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, RuntimeError, PanicException])
 def test_no_error_of_a_models_own_tokenizer_ends_an_engine(
-    make: Make, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    make: Make, error: type[BaseException], logged: Any
 ) -> None:
     def decode(*_: Any, **__: Any) -> str:
         raise error("unknown ids")
 
-    bench, warnings = make(), list[str]()
+    bench, warnings = make(), logged(tool_calls, "warning_once")
     bench.scheduler._events.tool_calls = ToolCallReader(SimpleNamespace(decode=decode))
-    monkeypatch.setattr(tool_calls.logger, "warning_once", lambda text, *args: warnings.append(text % args))
     for turn in range(3):
         bench.turn("p", prompt(40 + turn))
     assert bench.parts.ignored == {"output_token_ids": 3} and list(bench.engine.pins.pinned) == ["p"]

@@ -105,7 +105,6 @@ def test_the_engine_takes_the_fields_of_a_program_that_is_very_old() -> None:
 
 
 def test_a_vllm_whose_internals_were_not_read_is_refused() -> None:
-    pytest.importorskip("vllm")
     from continuum_lmcache.vllm_plugin.watched_server import refuse_unchecked
 
     refuse_unchecked("0.32.1")

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
-pytest.importorskip("vllm")
-
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import ProgramId
 from experiments.trust.soak_scheduler import LIMITS, SMALL, growing, soak, tables

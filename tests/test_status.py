@@ -12,13 +12,6 @@ from continuum_lmcache.console.metrics_page import page_of
 from continuum_lmcache.console.status import status_of
 from continuum_lmcache.errors import ServerError
 
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.setenv("COLUMNS", "200")
-    return Command(capsys)
-
-
 ON = 'continuum_policy_info{policy="continuum"}'
 BUSY = {
     'vllm:cache_config_info{num_gpu_blocks="100"}': 1,

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 

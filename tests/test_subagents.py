@@ -6,8 +6,6 @@ vLLM's real scheduler in virtual time. Blocks hold 16 tokens; a token takes 10 m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from bench import BLOCK, Bench, prompt
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.types import PinEnd
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 CONTEXT = 25 * BLOCK
 NO_TIER = TransferRate(bytes_per_s=1.0, fixed_s=0.0, samples=1)
@@ -32,17 +29,15 @@ EXPERIENCE = {"nothing was learned yet": {}, "such calls take 10 to 30 s": LEARN
 
 
 @pytest.fixture(params=EXPERIENCE.values(), ids=EXPERIENCE)
-def bench(model: Path, settings: Any, request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(make: Any, request: pytest.FixtureRequest) -> Bench:
     """This project's policy, on a GPU with 59 blocks, without admission's line."""
-    settings(policy="continuum", admission=False)
-    made = Bench(ContinuumScheduler, model, blocks=60)
+    made: Bench = make(60, policy="continuum", admission=False)
     made.step_seconds = lambda output: 0.01 + 1e-2 * output.total_num_scheduled_tokens
     made.engine.advisor.rates = CalibratedCosts(COSTS)
     for tool, gaps_s in request.param.items():
         for gap_s in gaps_s:
             made.engine.advisor.gaps.observe((tool,), gap_s)
-    yield made
-    made.scheduler.shutdown()
+    return made
 
 
 def pinned(bench: Bench) -> list[str]:

@@ -11,7 +11,6 @@ from bench import BLOCK, Bench, prompt
 
 from continuum_lmcache.vllm_plugin import assembly
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 COMPUTE_S, LOAD_S = 1e-3, 1e-4  # a token
 TRANSFER = {
@@ -33,9 +32,8 @@ def seconds_of(bench: Bench, load_s: float = LOAD_S) -> Callable[[Any], float]:
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:
-    settings(policy="program-fcfs", run_output_dir=tmp_path)
-    made = Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
+def bench(make: Any, tmp_path: Path) -> Bench:
+    made: Bench = make(60, transfer=TRANSFER, policy="program-fcfs", run_output_dir=tmp_path)
     made.step_seconds = seconds_of(made)
     return made
 
@@ -71,13 +69,9 @@ def test_its_kind_is_in_the_metrics(bench: Bench) -> None:
     assert {"unknown": 1.0} in modes
 
 
-def test_one_warning_says_so_at_the_start(
-    model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(assembly.logger, "warning", lambda text, *args: said.append(text % args))
-    settings(policy="program-fcfs")
-    Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
+def test_one_warning_says_so_at_the_start(make: Any, logged: Any) -> None:
+    said = logged(assembly)
+    make(60, transfer=TRANSFER, policy="program-fcfs")
     assert [text for text in said if "StockConnector does not report where KV is" in text] == said[-1:]
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
-
-pytest.importorskip("vllm")
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin.hooks import engine_args
@@ -26,11 +25,9 @@ from experiments.trust.version_matrix import (
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(logged: Any) -> list[str]:
     """The warnings of a start."""
-    found: list[str] = []
-    monkeypatch.setattr(engine_args.logger, "warning", lambda text, *args: found.append(text % args))
-    return found
+    return logged(engine_args)
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])

@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 

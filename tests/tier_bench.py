@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench import BLOCK, Bench
+from bench import BLOCK, Bench, fake_tiers
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -26,23 +26,13 @@ class TierBench(Bench):
     def __init__(
         self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int, groups: Any = None
     ) -> None:
-        extra = {
-            "fake.dram_gb": tier_blocks * BLOCK * BYTES_PER_TOKEN / 2**30,
-            "fake.chunk_tokens": BLOCK,
-        }
-        transfer = {
-            "kv_connector": "FakeConnector",
-            "kv_connector_module_path": "connectors.fake",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
+        tiers = fake_tiers(tier_blocks * BLOCK * BYTES_PER_TOKEN / 2**30, kv_load_failure_policy="recompute")
         self.loading: dict[str, tuple[int, LoadJob]] = {}  # steps to go
         self.load_steps = 2
         self.failing = 0
         self.failed = 0
         self.idle_steps = 0  # with unfinished requests and nothing scheduled
-        kept = {"spec": groups} if groups else {"transfer": transfer}
+        kept = {"spec": groups} if groups else {"transfer": tiers}
         super().__init__(scheduler_cls, model, blocks, budget_tokens=64, **kept)
         if not groups:
             self.scheduler.connector.scheduler_side.clock = lambda: self.now_s
