@@ -113,7 +113,7 @@ def parsed(name: str, value: Any, kind: str) -> Any:
     require(not isinstance(value, bool), name, value, "a number")
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         number = math.nan
     require(math.isfinite(number), name, value, "a number")
     require(kind == "float" or number == int(number), name, value, "a whole number")

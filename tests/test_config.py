@@ -42,6 +42,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
         ("max_ttl_s", -1, "seconds >= 0"),
         ("max_ttl_s", "nan", "must be a number"),
         ("max_ttl_s", None, "must be a number"),
+        ("max_ttl_s", 10**400, "must be a number"),
         ("max_pinned_share", 1.5, r"share in \[0, 1\]"),
         ("infer_programs", "perhaps", "true or false"),
         ("policy", 3, "must be text"),
