@@ -7,15 +7,12 @@ setting; in README.md those that a user chooses. A test checks that all are up t
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import typer
 from prometheus_client import Counter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig

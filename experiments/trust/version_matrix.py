@@ -21,8 +21,6 @@ from typing import Annotated
 
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
-
 from experiments.sweep.conditions import when
 from experiments.tables import between
 from experiments.trust.packages import Unreachable, unpacked
