@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 
 pytest.importorskip("lmcache")
 
@@ -92,6 +93,7 @@ def a_preempted_request_loads_in_the_next_step(bench: NativeBench) -> None:
     bench.run_until_idle()
 
 
+MENDED_IN_0_33 = {a_session_goes_on, a_preempted_request_loads_in_the_next_step}  # by vLLM itself
 MENDS = {
     a_session_goes_on: ("_restart", lambda *_: None),
     weights_change_beside_a_request: ("reset_cache", OffloadingConnector.reset_cache),
@@ -108,10 +110,12 @@ def test_faults_of_vllms_offloading_are_mended_and_are_found_without_the_mend(
     make: Make, happens: Any, is_mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
-    if is_mended:
+    if not is_mended:
+        monkeypatch.setattr(ContinuumOffloadingConnector, *MENDS[happens])
+    has_fault = happens not in MENDED_IN_0_33 or vllm.__version__.startswith(("0.30.", "0.31.", "0.32."))
+    if is_mended or not has_fault:
         happens(bench)
         return
-    monkeypatch.setattr(ContinuumOffloadingConnector, *MENDS[happens])
     with pytest.raises(AssertionError):
         happens(bench)
 
