@@ -26,7 +26,7 @@ from continuum_lmcache.types import ProgramId
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
 MOST_ETA = 0.75  # so a hold is at most four times as long
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
-LEAST_GAP_S = 1.0  # a place is worth a shorter gap: at 0.3 s a burst of programs ended a quarter later (LOG.md)
+LEAST_GAP_S = 1.0  # a place is worth a shorter gap: a burst with gaps of 0.3 s ended a quarter later (LOG.md)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
 RATE_TURNS = 32  # the latest, whose ends give the rate of turns
 
