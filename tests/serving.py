@@ -100,10 +100,14 @@ class Server:
         """Its processes that schedule."""
         return [p for p in server.processes(self.url) if "EngineCore" in " ".join(p.cmdline())]
 
-    def ask_for_files(self) -> None:
-        """Have the engines write their recordings."""
+    def recordings(self, *paths: Path) -> list[str]:
+        """What the engines write on SIGUSR1, each into its file."""
+        for path in paths:
+            path.unlink(missing_ok=True)
         for engine in self.engines:
             engine.send_signal(signal.SIGUSR1)
+        wait_for(lambda: all(path.exists() for path in paths), "recordings after SIGUSR1", every_s=0.05)
+        return [path.read_text() for path in paths]
 
     def pins(self, outcome: str) -> float:
         return self.metric("continuum_pins_total", outcome=outcome)

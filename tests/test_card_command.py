@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-
-pytest.importorskip("vllm")
-pytest.importorskip("lmcache.integration.vllm.mp_server_launcher")
-
 from serving import CHUNK_GIB, HTTP, Server, ids, serve
 from waiting import wait_for
 
 from connectors.lmcache_mp.server.command_line import leftover_pool, shm_name
 from continuum_lmcache.tools.durations import ToolDurations
-from experiments.server import ROOT, processes, reserved_port
+from experiments.server import ROOT, reserved_port
 
 pytestmark = pytest.mark.real
 
@@ -46,15 +41,6 @@ class First(Server):
 
     folder: Path
     lmcache_port: int
-
-    def recording(self) -> dict[str, Any]:
-        """What the engine has written on SIGUSR1."""
-        path = self.folder / "run" / "scheduler_timestamps"
-        path.unlink(missing_ok=True)
-        (engine,) = [it for it in processes(self.url) if "EngineCore" in " ".join(it.cmdline())]
-        engine.send_signal(signal.SIGUSR1)
-        wait_for(path.exists, "a recording after SIGUSR1", every_s=0.1)
-        return dict(json.loads(path.read_text()))
 
 
 def arguments(folder: Path, connector: str, extra: dict[str, Any]) -> list[str]:
@@ -152,7 +138,8 @@ def recording(first: First) -> dict[str, Any]:
     with ThreadPoolExecutor(PROGRAMS) as pool:
         ends = list(pool.map(lambda n: run_agent(first, n), range(PROGRAMS)))
     assert set(ends) == {"LimitsExceeded"}, "an agent ended otherwise than by its step limit"
-    return {job: log for job, log in first.recording().items() if not job.startswith("_")}
+    (text,) = first.recordings(first.folder / "run" / "scheduler_timestamps")
+    return {job: log for job, log in json.loads(text).items() if not job.startswith("_")}
 
 
 def run_agent(first: First, number: int) -> str:

@@ -45,15 +45,6 @@ class Pair(Server):
     def pins_held(self) -> float:
         return self.pins("taken") - sum(self.pins(end.value) for end in PinEnd)
 
-    def recordings(self) -> str:
-        """What the engines write on SIGUSR1."""
-        paths = [self.folder / "run" / f"scheduler_timestamps{rank}" for rank in ("", "_dp1")]
-        for path in paths:
-            path.unlink(missing_ok=True)
-        self.ask_for_files()
-        wait_for(lambda: all(path.exists() for path in paths), "recordings after SIGUSR1", every_s=0.05)
-        return "".join(path.read_text() for path in paths)
-
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
@@ -118,6 +109,7 @@ def test_a_program_stays_with_its_key_whichever_front_end_takes_its_turns(server
         return server.pins("reused"), server.pins_held()
 
     wait_for(lambda: pins() == (reused + 1, held - 1), "its pin was reused", every_s=0.1)
-    assert "shared" in server.recordings()
+    paths = [server.folder / "run" / f"scheduler_timestamps{rank}" for rank in ("", "_dp1")]
+    assert "shared" in "".join(server.recordings(*paths))
     written = b"".join(path.read_bytes() for path in server.folder.rglob("*") if path.is_file())
     assert b"key-of" not in written, "neither the log, nor a recording, nor a figure holds a key"
