@@ -103,14 +103,14 @@ def test_a_slice_is_longer_the_more_it_costs_to_bring_a_program_back(reload_s: f
     assert (at.stage(A) is Stage.YIELDED) is yields
 
 
-CHEAP = {"reload_s": 6.0, "gap_s": 10.1}  # of 60,000 of 100,000 tokens: the cache is filled again in 10 s
+CHEAP = {"reload_s": 6.0, "gap_s": 6.7}  # of 60,000 of 100,000 tokens: the cache is filled again in 10 s
 
 
 @pytest.mark.parametrize(
     ("more", "waits_s", "tier_tokens", "yields"),
     [
         (CHEAP, 1.0, 0, True),
-        (CHEAP | {"gap_s": 9.9}, 1.0, 0, False),
+        (CHEAP | {"gap_s": 6.6}, 1.0, 0, False),
         (CHEAP | {"reload_s": 6.1}, 1.0, 0, False),
         (CHEAP, 19.9, 0, True),
         (CHEAP, 20.1, 0, False),

@@ -26,7 +26,8 @@ from continuum_lmcache.types import ProgramId
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
 MOST_ETA = 0.75  # so a hold is at most four times as long
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
-LEAST_GAP_S = 1.0  # a place is worth a shorter gap: a burst with gaps of 0.3 s ended a quarter later (LOG.md)
+REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
+LEAST_GAP_S = 1.0  # and if the gap is no shorter: at 0.3 s a burst of programs ended a quarter later (LOG.md)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
 RATE_TURNS = 32  # the latest, whose ends give the rate of turns
 
@@ -163,7 +164,7 @@ class AdmissionController:
         is_waited_for = bool(waiting_since_s)
         has_tier = self.capacity.tier_tokens > self.capacity.gpu_tokens
         refill_s = reload_s * self.capacity.gpu_tokens / max(1, context_tokens)
-        is_worth_gap = has_tier or gap_s < LEAST_GAP_S or refill_s >= gap_s
+        is_worth_gap = has_tier or gap_s < LEAST_GAP_S or refill_s >= REFILL_GAPS * gap_s
         self._shares_waits = not is_worth_gap and self._can_share(now_s, len(waiting_since_s))
         if self._shares_waits or not is_waited_for:
             return is_waited_for
