@@ -7,7 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import vllm
 import yaml
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "compose"
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
@@ -46,11 +50,6 @@ def test_what_one_file_names_another_one_has() -> None:
 
 
 def test_vllm_takes_the_command_in_the_versions_that_are_supported() -> None:
-    import vllm
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.tool_parsers import ToolParserManager
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     dockerfile = (FOLDER / "Dockerfile").read_text()
     assert f"vllm-openai:v{vllm.__version__.partition('+')[0]}" in dockerfile, "what the tests run on"
     command = SERVICES["vllm"]["command"].replace("${MODEL:?set MODEL to a model of Hugging Face}", "m")
@@ -63,9 +62,6 @@ def test_vllm_takes_the_command_in_the_versions_that_are_supported() -> None:
 
 
 def test_the_pods_options_are_vllms_and_its_volumes_are_there() -> None:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     deployment, service = yaml.safe_load_all((FOLDER.parent / "kubernetes.yaml").read_text())
     pod = deployment["spec"]["template"]
     assert pod["metadata"]["labels"].items() >= service["spec"]["selector"].items()

@@ -9,6 +9,7 @@ import pytest
 from console import Command, metrics_server
 
 from continuum_lmcache.console import app
+from experiments import estimate as simulation
 
 BEFORE = """vllm:kv_cache_usage_perc 0.5
 vllm:num_requests_waiting 0
@@ -57,8 +58,6 @@ def test_a_trace_gets_the_simulators_answer_for_the_model_and_the_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Six agents on a card that holds two of their contexts: they gain; the seventh fits no card."""
-    from experiments import estimate as simulation
-
     trace = tmp_path / "my.jsonl"
     turns = [{"input_tokens": 9000 + 1000 * i, "new_tokens": 900, "output_tokens": 100} for i in range(6)]
     turns[0]["new_tokens"] = turns[0]["input_tokens"]

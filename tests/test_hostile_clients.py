@@ -14,8 +14,11 @@ import pytest
 from bench import Bench, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_oracle_fake import CHUNK
+from kv_oracle_server import ServerBench, in_one_process
 from vllm.v1.request import RequestStatus
 
+from connectors.request_params import drop_invalid
 from continuum_lmcache import engine
 from continuum_lmcache.programs.identity import FIELDS, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
@@ -58,9 +61,6 @@ def test_no_kv_transfer_params_end_an_engine_with_lmcache(
     model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come from any client of the API, to LMCache's own adapters. One of the turns leaves at once."""
-    from kv_oracle_fake import CHUNK
-    from kv_oracle_server import ServerBench, in_one_process
-
     settings(policy="continuum")
     in_one_process(monkeypatch)
     bench = ServerBench(ContinuumScheduler, model, False, 80, chunk=CHUNK)
@@ -76,8 +76,6 @@ def test_no_kv_transfer_params_end_an_engine_with_lmcache(
 
 
 def test_tags_that_no_file_name_and_no_message_can_have_are_dropped() -> None:
-    from connectors.request_params import drop_invalid
-
     told = {"lmcache.tag.user": "é b", "other": "\0"}
     request = SimpleNamespace(
         kv_transfer_params={**told, "lmcache.tag.a": "a\0b", "lmcache.tag.\ud800": "b", "lmcache.b": "\n"}
