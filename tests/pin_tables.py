@@ -14,17 +14,11 @@ from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Retent
 class Tables:
     """One ProgramTable and one PinTable, with the references that pins hold."""
 
-    def __init__(
-        self,
-        max_pinned_blocks: int,
-        max_tenant_blocks: int,
-        max_programs: int = 100_000,
-        max_ttl_s: float = 300.0,
-    ) -> None:
+    def __init__(self, max_pinned_blocks: int, max_tenant_blocks: int, max_programs: int = 100_000) -> None:
         self.programs = ProgramTable(max_programs)
         self.references: Counter[int] = Counter()
         self._next_block = 1000
-        self.pins = PinTable(self.programs.records, max_pinned_blocks, max_tenant_blocks, max_ttl_s)
+        self.pins = PinTable(self.programs.records, max_pinned_blocks, max_tenant_blocks)
 
     def arrived(self, now_s: float, turn: TurnId, program: ProgramId, tenant: str = "") -> float | None:
         """Returns the tool gap in seconds."""

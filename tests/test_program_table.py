@@ -8,7 +8,7 @@ from pin_tables import Tables
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import FinishedTurn, PinEnd, ProgramId, Residency, Retention, TurnId
 
-P, Q = ProgramId("p"), ProgramId("q")
+P = ProgramId("p")
 
 
 def keep(ttl_s: float) -> Retention:
@@ -35,32 +35,6 @@ def test_a_return_says_which_tool_it_was_and_how_long() -> None:
     assert tables.programs.records[P].tool == ("pytest", "bash")
     tables.left(9.0, P)
     assert tables.arrived(9.5, TurnId("t3"), P) is None, "the gap ended once"
-
-
-def test_a_pin_is_due_at_its_deadline_and_not_before_and_all_that_are_due_are_told_at_once() -> None:
-    """The public prototype skipped every second one of consecutive expired pins."""
-    tables = Tables(10, 10)
-    for program in (P, Q):
-        paused(tables, program, 0.0, ttl_s=2)
-    assert tables.pins.due(1.999) == [] and tables.pins.next_deadline_s() == 2.0
-    assert tables.pins.due(2.0) == [P, Q]
-
-
-def test_a_pin_is_not_due_while_the_next_turn_is_here_and_is_once_that_leaves() -> None:
-    tables = Tables(10, 10)
-    paused(tables, P, 0.0, ttl_s=2)
-    tables.arrived(1.0, TurnId("next"), P)
-    assert tables.pins.due(99.0) == [] and tables.pins.next_deadline_s() == 300.0
-    tables.left(100.0, P)
-    assert tables.pins.due(100.0) == [P]
-
-
-def test_a_pin_outlives_the_longest_ttl_for_nobody() -> None:
-    tables = Tables(10, 10, max_ttl_s=50.0)
-    paused(tables, P, 10.0, ttl_s=2)
-    tables.arrived(11.0, TurnId("waits"), P)
-    assert tables.pins.due(59.9) == [] and tables.pins.next_deadline_s() == 60.0
-    assert tables.pins.due(60.0) == [P]
 
 
 def test_a_turn_that_runs_already_prolongs_no_pin() -> None:
