@@ -1,6 +1,7 @@
 """Each policy's decisions, by worked examples."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.policies import POLICIES, Policy, policy_named
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, QueueEntry, Residency
@@ -195,10 +197,16 @@ def test_every_policy_answers_whatever_it_is_asked(name):
 def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"'continum'; did you mean 'continuum'\? Known: continuum, "):
         policy_named("continum")
+    with pytest.raises(ConfigError, match="'quick_tools.quick'; Known: .*; one of your own is module:name"):
+        policy_named("quick_tools.quick")
 
 
 def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
-    (tmp_path / "own_policies.py").write_text("from experiments.policies import plas\nwords = 'none'\n")
+    (tmp_path / "own_policies.py").write_text(
+        "from experiments.policies import Policy, pinned_first, plas\nwords = 'none'\n"
+        "four, two = Policy(lambda a, b, c, d: None, max), Policy(plas.retain, lambda a, b: (0.0,))\n"
+        "none = Policy(plas.retain, None)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert isinstance(policy_named("own_policies:plas"), Policy)
     for name, why in (
@@ -207,6 +215,29 @@ def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
         ("own_policies:", "a module; it must be a Policy"),
         ("own policies:plas", "invalid format"),
         ("own_policies:words", "a str; it must be a Policy"),
+        ("own_policies:four", r"too many positional .*retain must take \(turn, gaps, costs, load, config\)"),
+        ("own_policies:two", r"missing a required argument: 'b'; its order must take \(entry\)"),
+        ("own_policies:none", r"None is not a callable object; its order must take \(entry\)"),
     ):
         with pytest.raises(ConfigError, match=f"continuum.policy is '{name}'.*{why}"):
             policy_named(name)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["2.5", "None", "kept(math.nan)", "kept(math.inf)", "kept(-1.0)", "kept(None)"],
+)
+def test_a_policy_of_ones_own_that_answers_with_no_ttl_is_named(answer, monkeypatch, tmp_path):
+    """A TTL of nan would make a pin that never expires."""
+    name = "bad_" + re.sub(r"\W", "_", answer)
+    (tmp_path / f"{name}.py").write_text(
+        "import math\nfrom experiments.policies import Policy, Retention, pinned_first\n"
+        "def kept(ttl_s): return Retention(ttl_s, 'own', 'own')\n"
+        f"own = Policy(lambda turn, gaps, costs, load, config: {answer}, pinned_first)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    advisor = RetentionAdvisor(ContinuumConfig(policy=f"{name}:own"))
+    with pytest.raises(
+        ConfigError, match=f"'{name}:own' answered .*; it must be a Retention, its ttl_s finite"
+    ):
+        advisor.retain(turn(10), IDLE)

@@ -7,9 +7,12 @@ pin; the scheduler's budgets may still refuse it. `order` returns a waiting turn
 
 from __future__ import annotations
 
+import inspect
+import math
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError, nearest
@@ -20,6 +23,7 @@ from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
 
 Retain = Callable[[FinishedTurn, ToolDurations, CostModel, EngineLoad, ContinuumConfig], Retention]
+PARAMETERS = {"retain": "turn, gaps, costs, load, config", "order": "entry"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,9 @@ def policy_named(name: str) -> Policy:
     if name in POLICIES:
         return POLICIES[name]
     if ":" not in name:
-        raise ConfigError(f"continuum.policy is {name!r}; {nearest(name, POLICIES)}, or module:name")
+        raise ConfigError(
+            f"continuum.policy is {name!r}; {nearest(name, POLICIES)}; one of your own is module:name"
+        )
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -91,4 +97,26 @@ def policy_named(name: str) -> Policy:
         ) from error
     if not isinstance(found, Policy):
         raise ConfigError(f"continuum.policy is {name!r}, a {type(found).__name__}; it must be a Policy")
-    return found
+    for field, takes in PARAMETERS.items():
+        try:
+            inspect.signature(getattr(found, field)).bind(*takes.split(", "))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"continuum.policy is {name!r}: {error}; its {field} must take ({takes})"
+            ) from error
+    return replace(found, retain=checked(name, found.retain))
+
+
+def checked(name: str, retain: Retain) -> Retain:
+    """The same function. It raises ConfigError for an answer that is no TTL; nan would be a pin for ever."""
+
+    def answer(*asked: Any) -> Retention:
+        keep = retain(*asked)
+        ttl_s = keep.ttl_s if isinstance(keep, Retention) else None
+        if not (isinstance(ttl_s, int | float) and 0.0 <= ttl_s < math.inf):
+            raise ConfigError(
+                f"continuum.policy {name!r} answered {keep!r}; it must be a Retention, its ttl_s finite and >= 0"
+            )
+        return keep
+
+    return answer
