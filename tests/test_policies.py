@@ -238,6 +238,6 @@ def test_a_policy_of_ones_own_that_answers_with_no_ttl_is_named(answer, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     advisor = RetentionAdvisor(ContinuumConfig(policy=f"{name}:own"))
     with pytest.raises(
-        ConfigError, match=f"'{name}:own' answered .*; it must be a Retention, its ttl_s finite"
+        ConfigError, match=f"'{name}:own' answered .*; it must be a Retention, ttl_s finite"
     ):
         advisor.retain(turn(10), IDLE)

@@ -115,7 +115,7 @@ def checked(name: str, retain: Retain) -> Retain:
         ttl_s = keep.ttl_s if isinstance(keep, Retention) else None
         if not (isinstance(ttl_s, int | float) and 0.0 <= ttl_s < math.inf):
             raise ConfigError(
-                f"continuum.policy {name!r} answered {keep!r}; it must be a Retention, its ttl_s finite and >= 0"
+                f"continuum.policy {name!r} answered {keep!r}; it must be a Retention, ttl_s finite and >= 0"
             )
         return keep
 
