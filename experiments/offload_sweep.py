@@ -31,11 +31,11 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.errors import TraceError, nearest
+from continuum_lmcache.errors import ConfigError, TraceError, nearest
 from experiments.sim.trace_programs import refuse_unknown
 from experiments.sweep import closed_loop, goals
 from experiments.sweep.cases import Case, Live, SweepError
-from experiments.sweep.grids import Size, installed, named
+from experiments.sweep.grids import Size, installed, named, own
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS, Plan
 from experiments.sweep.readout import caption, figures_by_case, found, table
@@ -145,6 +145,8 @@ def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> 
     """The plan's cases that can run here. A contender that is not installed is left out, with the reason."""
     chosen = seeds or plan.seeds
     cases = plan.cases(size, chosen[:1] if size is Size.QUICK else chosen)
+    mine = own(wants.contenders)
+    cases += [replace(c, contender=name) for name in mine for c in cases if c.contender == goals.OURS]
     named(",".join(wants.contenders), dict.fromkeys(case.contender for case in cases), "--contenders")
     cases = [case for case in cases if wants.has(case, f"{plan.label(case)}, {plan.panel(case)}")]
     if wants.jps is not None:
@@ -170,7 +172,7 @@ def main(
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
     regimes: Annotated[str, typer.Option(help="parts of rows' names, between semicolons")] = "",
-    contenders: Annotated[str, typer.Option(help="of a figure: these, between commas")] = "",
+    contenders: Annotated[str, typer.Option(help="of a figure: these, or module:name, between commas")] = "",
     tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
@@ -209,7 +211,7 @@ def main(
         if plans:
             wants, is_live = replace(wanted(regimes, contenders, tiers), jps=jps), engine is Engine.LIVE
             sweep(plans, size, chosen, wants, jobs, out, suffix, is_live)
-    except (SweepError, TraceError) as error:
+    except (SweepError, ConfigError, TraceError) as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from serving import FORKING
 
-from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
-from experiments.offload_sweep import Engine, Wanted, cases_of, main, plans_named
+from experiments.offload_sweep import Engine, Wanted, cases_of, main, plans_named, wanted
 from experiments.policies import no_retention
 from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, STOCK, Live, Point, SweepError
+from experiments.sweep.closed_loop import points
 from experiments.sweep.grids import Size
 from experiments.sweep.live import WATERMARK, WINDOW_GB, l1_of
 from experiments.sweep.live import run as run_live
@@ -136,6 +137,50 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
             run(point)
     with pytest.raises(SystemExit, match="figure 'fig99' is not known to --engine sim; did you mean 'fig9'"):
         main(["fig99"])
+
+
+OWN = """
+from experiments.policies import PUBLISHED, Policy, no_retention, pinned_first
+never = Policy(no_retention, pinned_first, PUBLISHED)
+"""
+
+
+def test_a_policy_of_ones_own_is_a_contender_of_every_figure_and_of_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_contender.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    chosen, none = "own_contender:never,continuum", "own_contender:nothing"
+    for plan in (*PLANS.values(), *LIVE_PLANS.values()):
+        cases = cases_of(plan, Size.QUICK, [3], wanted("", chosen, ""))
+        own, ours = ([c for c in cases if c.contender == name] for name in chosen.split(","))
+        assert own == [replace(c, contender=own[0].contender) for c in ours] != []
+        with pytest.raises(ConfigError, match=f"{none}'.*no attribute 'nothing'"):
+            cases_of(plan, Size.QUICK, [3], wanted("", none, ""))
+    loops = points(Size.QUICK, "2", contenders=chosen, tiers="none")
+    assert {case.contender for case in loops} == set(chosen.split(","))
+    for figure in ("sessions", "fig8"):
+        with pytest.raises(SystemExit, match="offload_sweep: .*No module named 'no_such_module'"):
+            main(
+                [figure],
+                contenders="no_such_module:never",
+                trace="claude-code-swe",
+                half="fitted",
+                out=tmp_path,
+            )
+    made = run(replace(SMALL, contender="own_contender:never"))
+    assert made["pins_taken"] == 0 and made["jobs"] == SMALL.programs
+
+
+def test_a_policy_of_ones_own_runs_again_once_its_module_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_changed.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    case = replace(SMALL, contender="own_changed:never")
+    before = key(case)
+    (tmp_path / "own_changed.py").write_text(OWN + "# changed\n")
+    assert key(case) != before
 
 
 def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_are_not_read(

@@ -237,7 +237,5 @@ def test_a_policy_of_ones_own_that_answers_with_no_ttl_is_named(answer, monkeypa
     )
     monkeypatch.syspath_prepend(tmp_path)
     advisor = RetentionAdvisor(ContinuumConfig(policy=f"{name}:own"))
-    with pytest.raises(
-        ConfigError, match=f"'{name}:own' answered .*; it must be a Retention, ttl_s finite"
-    ):
+    with pytest.raises(ConfigError, match=f"'{name}:own' answered .*; it must be a Retention, ttl_s finite"):
         advisor.retain(turn(10), IDLE)

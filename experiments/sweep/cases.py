@@ -25,7 +25,7 @@ class SweepError(ValueError):
 class Point:
     """One run of the simulator: a contender with these programs, at this rate, on this machine."""
 
-    contender: str  # STOCK, ENDLESS, a peer, or a name in policies.known()
+    contender: str  # STOCK, ENDLESS, a peer, a name in policies.known(), or module:name
     programs: int
     jps: float  # arrivals, programs a second; a trace's are set by `load`
     seed: int
@@ -62,7 +62,7 @@ class Point:
 class Live:
     """One run against a real server that is started for it, with empty caches."""
 
-    contender: str  # STOCK, a peer, or a name in policies.known()
+    contender: str  # STOCK, a peer, a name in policies.known(), or module:name
     programs: int
     jps: float  # arrivals, programs a second
     seed: int

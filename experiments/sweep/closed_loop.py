@@ -17,7 +17,7 @@ from typing import Any
 from experiments.sessions import GAP_CAP_S, capped, figures
 from experiments.sweep.cases import ROUTER_WARM, STOCK, Point, SessionPoint, SweepError
 from experiments.sweep.goals import SEEDS
-from experiments.sweep.grids import KV_CONTEXTS, Size, installed, named
+from experiments.sweep.grids import KV_CONTEXTS, Size, installed, named, own
 from experiments.sweep.rows import SESSIONS, Row, Rows
 from experiments.sweep.runner import complete
 from experiments.tables import publish
@@ -74,11 +74,11 @@ def points(
         base = replace(base, machine="a100", kv_contexts=KV_CONTEXTS, step_tokens=2048, block_tokens=64)
     if size is Size.QUICK:
         base = replace(base, warm_up_s=60.0, counted_s=240.0)
-    found = []
+    found, known = [], (*CONTENDERS, *own(contenders.split(",")))
     for tier, seed in product(named(tiers, SESSIONS_OF, "--tiers"), seeds or SEEDS[size]):
         dram_kv = DRAM_KV if tier == "dram" else 0.0
         of_tier = counts or SESSIONS_OF[tier][: 1 if size is Size.QUICK else None]
-        for count, name in product(of_tier, named(contenders, CONTENDERS, "--contenders")):
+        for count, name in product(of_tier, named(contenders, known, "--contenders")):
             found.append(replace(base, contender=name, sessions=count, seed=seed, dram_kv=dram_kv))
     return found
 

@@ -14,6 +14,7 @@ from enum import Enum
 from itertools import product
 from typing import TypeVar
 
+from continuum_lmcache.retention.policies import policy_named
 from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import AGENTINFER, ENDLESS, ROUTERS, STOCK, Case, Live, Point, SweepError
@@ -52,6 +53,14 @@ def named(text: str, known: Iterable[str], option: str) -> Sequence[str]:
     if unknown := set(names) - set(known):
         raise SweepError(f"{option} {', '.join(sorted(unknown))} is not known; known: {', '.join(known)}")
     return names or tuple(known)
+
+
+def own(names: Iterable[str]) -> list[str]:
+    """Of these the policies of one's own, module:name. Raises ConfigError for one that is none."""
+    found = [name for name in names if ":" in name]
+    for name in found:
+        policy_named(name)
+    return found
 
 
 def installed(cases: Iterable[Some]) -> list[Some]:

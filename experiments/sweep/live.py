@@ -99,7 +99,7 @@ def policy_of(contender: str) -> str | None:
         if reason := missing(contender):
             raise SweepError(f"{contender} is not here: {reason}")
         return None
-    if contender not in policies.known():
+    if ":" not in contender and contender not in policies.known():
         known = ", ".join(dict.fromkeys([STOCK, *PEERS, *policies.known()]))
         raise SweepError(f"contender is {contender!r}; known to --engine live: {known}")
     return policies.setting(contender)

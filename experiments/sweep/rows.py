@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +100,11 @@ def _vllm_version() -> str:
 
 
 def key(case: Case) -> str:
-    """Names the case and the code."""
+    """Names the case and the code, that of a policy of one's own among it."""
     known = inputs(case)
-    text = json.dumps([code(known["kind"]), known], sort_keys=True)
+    module, colon, _ = case.contender.partition(":")
+    source = [Path(str(import_module(module).__file__)).read_text()] if colon else []
+    text = json.dumps([code(known["kind"]), known, *source], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

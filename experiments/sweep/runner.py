@@ -87,8 +87,8 @@ def measure(case: Case, keep: Path) -> dict[str, Any]:
 def named(case: Live) -> str:
     """A folder's name for the case."""
     tiers_mb = "-".join(f"{gb * 1e3:.0f}" for gb in (case.dram_gb, case.ssd_gb))
-    workload = case.workload.replace(":", "-")
-    return f"{case.contender}-{workload}-{tiers_mb}-{case.programs}x{case.jps:g}-seed{case.seed}"
+    name = f"{case.contender}-{case.workload}-{tiers_mb}-{case.programs}x{case.jps:g}-seed{case.seed}"
+    return name.replace(":", "-")
 
 
 def refuse_settings() -> None:

@@ -94,7 +94,7 @@ def policy_of(contender: str) -> str:
     special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs"}
     if contender in special:
         return special[contender]
-    if contender not in policies.known():
+    if ":" not in contender and contender not in policies.known():
         known = ", ".join([*special, *PEERS, *policies.known()])
         raise SweepError(f"contender is {contender!r}; known: {known}")
     return contender
