@@ -29,7 +29,7 @@ SOURCES = {
     "ssd": "disk",
     "offload": "LMCache",
     "again": "computed again",
-    "computed": "computed",
+    "computed": "new",
 }
 WIDTH = 180  # of tables, wherever they are printed
 PINS = ("taken", "reused", "expired", "reclaimed")
@@ -67,7 +67,7 @@ ROWS: Rows = {
     "jobs/s": at("jobs_per_s"),
     "output tokens/s": at("output_tokens_per_s"),
     "wall, s": at("wall_s"),
-    **{f"prompt tokens {words}": at("tokens_by_source", name) for name, words in SOURCES.items()},
+    **{f"prompt tokens: {words}": at("tokens_by_source", name) for name, words in SOURCES.items()},
     **{f"pins {name}": at("pins", name) for name in PINS},
     "preemptions": at("server", "vllm:num_preemptions_total"),
     "KV usage at the end": at("server", "vllm:kv_cache_usage_perc"),
