@@ -57,10 +57,7 @@ def named(text: str, known: Iterable[str], option: str) -> Sequence[str]:
 
 def own(names: Iterable[str]) -> list[str]:
     """Of these the policies of one's own, module:name. Raises ConfigError for one that is none."""
-    found = [name for name in names if ":" in name]
-    for name in found:
-        policy_named(name)
-    return found
+    return [name for name in names if ":" in name and policy_named(name)]
 
 
 def installed(cases: Iterable[Some]) -> list[Some]:
