@@ -58,16 +58,17 @@ def cpu_flags() -> set[str]:
 
 
 def reserved_port() -> int:
-    """A TCP port that no other process gets while this one lives.
-
-    A server takes seconds before it listens. If the port were only looked up, another server
-    could get it meanwhile, and answer instead of the first one.
+    """A TCP port that no other process gets while this one lives, nor the next one, where LMCache's server
+    has HTTP. A server takes seconds before it listens: meanwhile another one could take a free port.
     """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for a server that binds it
-    held.bind(("127.0.0.1", 0))
-    _RESERVED.append(held)
-    return int(held.getsockname()[1])
+    while True:
+        held = [socket.socket(), socket.socket()]
+        with contextlib.suppress(OSError):  # the next one is taken
+            for number, each in enumerate(held):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for a server that binds it
+                each.bind(("127.0.0.1", number and held[0].getsockname()[1] + 1))
+            _RESERVED.extend(held)
+            return int(held[0].getsockname()[1])
 
 
 def unwind_on_sigterm() -> None:

@@ -39,12 +39,14 @@ def bound(port: int, *options: int) -> socket.socket:
     return server
 
 
-def test_a_reserved_port_is_given_to_nobody_else_before_its_server_listens():
+def test_a_reserved_port_and_the_next_are_given_to_nobody_else_before_their_server_listens():
     port = reserved_port()
-    with pytest.raises(OSError, match="in use"):
-        bound(port)
+    ours = {port, port + 1}
+    for each in ours:
+        with pytest.raises(OSError, match="in use"):
+            bound(each)
     others = [bound(0, socket.SO_REUSEADDR) for _ in range(200)]
-    assert port not in {other.getsockname()[1] for other in others}
+    assert ours.isdisjoint(other.getsockname()[1] for other in others)
     for other in others:
         other.close()
 
