@@ -193,9 +193,7 @@ def main(
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)
         if jps is not None and engine is not Engine.LIVE:
-            raise SweepError(
-                "--jps is for --engine live: the simulator's figures have fixed rates; leave it out"
-            )
+            raise SweepError("--jps is for --engine live: the simulator's rates are fixed; leave it out")
         suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
         untuned, part = chosen or goals.SEEDS[size], "-some" * bool(regimes)
         if GOALS in figures:
@@ -204,6 +202,8 @@ def main(
             every = goals.traces(size, half, machines.split(","), untold_ends, regimes)
             name = f"traces-{half}-{size.value}{'-untold' * untold_ends}{part}"
             reach(every, untuned, f"Traces, half {half!r}", jobs, out / name)
+        if regimes and SESSIONS in figures:
+            raise SweepError("--regimes chooses rows of figures, goals and traces; leave it out for sessions")
         if SESSIONS in figures:
             refuse_unknown(trace, half)
             loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)

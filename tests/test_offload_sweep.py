@@ -137,6 +137,8 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
             run(point)
     with pytest.raises(SystemExit, match="figure 'fig99' is not known to --engine sim; did you mean 'fig9'"):
         main(["fig99"])
+    with pytest.raises(SystemExit, match="--regimes chooses rows of figures.*leave it out for sessions"):
+        main(["sessions"], regimes="none")
 
 
 OWN = """

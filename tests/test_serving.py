@@ -372,14 +372,15 @@ def recorded(continuum: Continuum) -> str:
 
 def test_a_recorders_folder_that_vanishes_is_made_again(continuum: Continuum) -> None:
     shutil.rmtree(continuum.run)
-    assert recorded(continuum)
+    continuum.complete(ids(2 * BLOCK, 90), job_id="unseen")
+    wait_for(lambda: "Request_departure_time" in recorded(continuum), "a turn is recorded", every_s=0.2)
 
 
 # the end ----------------------------------------------------------------------
 
 
 def test_after_all_of_it_no_memory_is_held(continuum: Continuum) -> None:
-    continuum.empty()
+    continuum.usage_becomes(0.0)  # pins expire
     assert continuum.metric("vllm:num_requests_running") == continuum.metric("vllm:num_requests_waiting") == 0
 
 
