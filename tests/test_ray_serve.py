@@ -24,10 +24,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("ray")
 
+from ray_server import fleet_report, serve_fleet
 from serving import ids
 
 from experiments.exactness import Conversation, judged, reference
-from experiments.ray_server import fleet_report, serve_fleet
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]  # the first test has the start, of up to 800 s

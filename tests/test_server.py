@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray_server import serve_fleet
 from waiting import PATIENCE_S
 
 from experiments.gpu import agents
-from experiments.ray_server import serve_fleet
 from experiments.server import ServerError, fast_dtype, reserved_port, serve
 from experiments.tiny_model import profile_here
 
