@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from continuum_lmcache.errors import TraceError
@@ -18,6 +19,7 @@ from experiments.sim.trace_programs import (
     arriving,
     half,
     half_of,
+    sessions_of,
     work_s,
 )
 from experiments.sweep.goals import cases, table, traces
@@ -49,9 +51,11 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ]
         (tmp_path / source.file).write_text("\n".join(map(json.dumps, lines)))
     monkeypatch.setenv("TRACES_DIR", str(tmp_path))
-    half.cache_clear()
+    for known in (half, sessions_of):
+        known.cache_clear()
     yield
-    half.cache_clear()
+    for known in (half, sessions_of):
+        known.cache_clear()
 
 
 @pytest.mark.usefixtures("small")
@@ -67,6 +71,28 @@ def test_every_gap_is_known_and_none_is_longer_than_a_user_waits() -> None:
     for name in SOURCES:
         gaps_s = [turn.gap_s for p in half(name, "report") for turn in p.turns[:-1]]
         assert set(gaps_s) <= {3.0, LONGEST_GAP_S}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_sessions_program_is_not_shrunk_but_ends_before_its_window_overflows() -> None:
+    whole = {p.program_id: p for part in HALVES for p in sessions_of("mini-swe", part, 5200)}
+    assert {len(p.turns) for p in whole.values()} == {1, 2, 3}
+    for name, program in whole.items():
+        assert program.turns[0].input_tokens == 4000 + 100 * int(name.partition("-")[2])
+        assert program.context_tokens <= 5200 and program.turns[-1].gap_s is None
+    assert all(1 < turn.gap_s <= 10 for p in whole.values() for turn in p.turns[:-1])
+
+
+@pytest.mark.usefixtures("traces")
+def test_claude_codes_sessions_have_the_lengths_of_the_public_run() -> None:
+    """Its 12 sessions: prompts 98,914 tokens, answers 899, P90 2,103; a running request holds 137,000."""
+    turns = [t for part in HALVES for p in sessions_of("claude-code", part, 262_144) for t in p.turns]
+    prompts, answers = (np.array([getattr(t, f"{of}_tokens") for t in turns]) for of in ("input", "output"))
+    assert prompts.mean() == pytest.approx(98_914, rel=0.02)
+    assert prompts.std() == pytest.approx(50_038, rel=0.05)
+    assert answers.mean() == pytest.approx(899, rel=0.05)
+    assert np.percentile(answers, 90) == pytest.approx(2_103, rel=0.1)
+    assert np.average(prompts, weights=answers) == pytest.approx(137_000, rel=0.02)
 
 
 @pytest.mark.usefixtures("small")

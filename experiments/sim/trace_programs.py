@@ -11,17 +11,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 
 from continuum_lmcache.errors import TraceError
+from experiments.sessions import capped
 from experiments.sim.fitted_programs import pool, shapes
 from experiments.sim.step_time import Machine
 from experiments.workload import (
     SAMPLE,
     Program,
+    TurnSpec,
     gaps_mapped,
     load_trace,
     poisson_arrivals,
@@ -36,6 +39,8 @@ LONGEST_GAP_S = 600.0  # a longer one is an absent user's; it is cut to this
 CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` assumes,
 DECODE_BATCH = 8  # and the turns that decode together
 HALVES = ("tune", "report")
+PUBLISHED_GAP_CAP_S = 170.0  # so that 12 sessions get the public run's output
+PUBLISHED_ANSWERS, PUBLISHED_POWER, MEAN_PROMPT_TOKENS = 1.72, 1.7, 98_744  # of the trace in its window
 FITTED = "fitted"  # stands where a half does: programs drawn from what `tune` was fitted to
 
 
@@ -95,7 +100,48 @@ def half(name: str, part: str, window_tokens: int = WINDOW_TOKENS) -> tuple[Prog
     wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
     # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
     fitting = [p for p in wanted if p.context_tokens <= 2 * window_tokens]
-    return scaled(tuple(map(_answered, _with_gaps(fitting, name))), window_tokens)
+    return scaled(_whole(fitting, name), window_tokens)
+
+
+@cache
+def sessions_of(name: str, part: str, window_tokens: int) -> tuple[Program, ...]:
+    """The same half for a closed loop: nothing shrunk, each program until its window is full.
+
+    Raises TraceError. Gaps are capped, and Claude Code's programs are `as_published`.
+    """
+    refuse_unknown(name, part)
+    wanted = [] if part == FITTED else [p for p in _chosen(name) if half_of(p.program_id) == part]
+    programs = pool(name) if part == FITTED else _whole(wanted, name)
+    if name == "claude-code":
+        programs = tuple(as_published(p, window_tokens) for p in capped(programs, PUBLISHED_GAP_CAP_S))
+    else:
+        programs = capped(programs)
+    return tuple(cut for p in programs if (cut := _cut(p, window_tokens)).turns)
+
+
+def as_published(program: Program, window_tokens: int) -> Program:
+    """The program with answers as long as those of the public closed-loop run.
+
+    That run's corpus is a later draw of the same trace. Its prompts have the same lengths. Its answers are
+    twice as long, and longer in longer contexts: a running request holds 137,000 tokens at 12 sessions,
+    where prompts have 99,000 on average (records/sessions.md#the-machine).
+    """
+
+    def answer(turn: TurnSpec) -> int:
+        longer = PUBLISHED_ANSWERS * (turn.input_tokens / MEAN_PROMPT_TOKENS) ** PUBLISHED_POWER
+        return max(1, min(round(longer * turn.output_tokens), window_tokens - turn.input_tokens))
+
+    return replace(program, turns=tuple(replace(t, output_tokens=answer(t)) for t in program.turns))
+
+
+def _cut(program: Program, window_tokens: int) -> Program:
+    """The program until its first turn that does not fit."""
+    turns = tuple(takewhile(lambda turn: turn.context_tokens <= window_tokens, program.turns))
+    return replace(program, turns=(*turns[:-1], *(replace(last, gap_s=None) for last in turns[-1:])))
+
+
+def _whole(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
+    return tuple(map(_answered, _with_gaps(programs, name)))
 
 
 def _chosen(name: str) -> tuple[Program, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiments.sessions import GAP_CAP_S, capped, figures
+from experiments.sessions import figures
 from experiments.sweep.cases import ROUTER_WARM, STOCK, Point, SessionPoint, SweepError
 from experiments.sweep.goals import SEEDS
 from experiments.sweep.grids import KV_CONTEXTS, Size, installed, named, own
@@ -25,7 +25,9 @@ from experiments.tables import publish
 CONTENDERS = (STOCK, "continuum-published", ROUTER_WARM, "continuum")
 TRACE = "trace:"
 WINDOW_TOKENS = 262_144  # Qwen3-Coder's
-SESSIONS_OF = {"none": (12, 16, 24, 32, 48), "dram": (32, 64, 96, 128, 192)}  # around the public figures' N
+SESSIONS_OF = {"none": (17, 22, 28, 34, 45), "dram": (45, 90, 134, 179, 269)}
+"""The public figures' 12 to 32 and 32 to 192, times 1.4: so many requests of one session are under way there
+at the limit, with those of its subagents. Here each is a session."""
 DRAM_KV = 3.9  # their tier, in sizes of the KV cache
 SHOWN = {
     "tokens_per_s": ("tok/s", 0),
@@ -98,11 +100,10 @@ def tabulate(cases: Sequence[SessionPoint], jobs: int, out: Path) -> None:
 def run(point: SessionPoint) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.SESSION_FIGURES)."""
     from experiments.sim.sessions import play, play_batch  # these import vLLM
-    from experiments.sim.trace_programs import drawn, half
+    from experiments.sim.trace_programs import drawn, half, sessions_of
     from experiments.sweep.simulated import setup_of
 
     name, _, part = point.workload.removeprefix(TRACE).partition(":")
-    pool = half(name, part, WINDOW_TOKENS)
     engine = Point(
         *(point.contender, 1, 0.0, point.seed, point.workload, point.machine),
         dram_kv=point.dram_kv,
@@ -111,7 +112,10 @@ def run(point: SessionPoint) -> dict[str, Any]:
         step_tokens=point.step_tokens,
         merge_steps=point.merge_steps,
     )
-    programs = drawn(pool, point.programs, point.seed) if point.programs else capped(pool, GAP_CAP_S)
+    if point.programs:
+        programs = drawn(half(name, part, WINDOW_TOKENS), point.programs, point.seed)
+    else:
+        programs = sessions_of(name, part, WINDOW_TOKENS)
     setup = replace(setup_of(engine, programs), block_tokens=point.block_tokens)
     if point.programs:
         ran = play_batch(programs, setup, point.sessions)

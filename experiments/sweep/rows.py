@@ -27,7 +27,7 @@ SIMULATOR = (
     *COMMON,
     # all but LMCache's adapters, which the simulator does not run
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
-    "experiments/sim/*.py",
+    *("experiments/sim/*.py", "experiments/sessions.py", "profiles/datasheets.py", "profiles/2xh100*.yaml"),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "simulated")),
 )
 SERVERS = (
@@ -43,7 +43,7 @@ SERVERS = (
     *(f"experiments/{name}.py" for name in ("driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "conditions", "live")),
 )
-CLOSED_LOOPS = (*SIMULATOR, "experiments/sessions.py", "experiments/sweep/closed_loop.py")
+CLOSED_LOOPS = (*SIMULATOR, "experiments/sweep/closed_loop.py")
 CODE = {  # by a case's kind: all that a row's figures depend on
     "point": SIMULATOR,
     "live": SERVERS,
