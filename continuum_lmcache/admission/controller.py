@@ -26,6 +26,7 @@ from continuum_lmcache.types import ProgramId
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
 MOST_ETA = 0.75  # so a hold is at most four times as long
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
+SLICE_TURNS = 5  # at least: so at most a fifth of the turns wait in the line
 REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
 LEAST_GAP_S = 1.0  # and if the gap is no shorter: at 0.3 s a burst of programs ended a quarter later (LOG.md)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
@@ -102,7 +103,7 @@ class AdmissionController:
             ):
                 break
             self._pop(program.tenant)
-            program.since_s = now_s
+            program.since_s, program.turns_before_place = now_s, program.turns
             head = self.shared_prefixes.head(program.prompt_hashes)
             self.programs.queue_turn(program, program.context_tokens, head)
             found.append(program)
@@ -165,21 +166,26 @@ class AdmissionController:
         has_tier = self.capacity.tier_tokens > self.capacity.gpu_tokens
         refill_s = reload_s * self.capacity.gpu_tokens / max(1, context_tokens)
         is_worth_gap = has_tier or gap_s < LEAST_GAP_S or refill_s >= REFILL_GAPS * gap_s
-        self._shares_waits = not is_worth_gap and self._can_share(now_s, len(waiting_since_s))
+        self._shares_waits = not is_worth_gap and self._can_share(len(waiting_since_s))
         if self._shares_waits or not is_waited_for:
             return is_waited_for
-        has_had_slice = now_s - program.since_s >= self.slice_s(reload_s)
+        has_had_turns = program.turns + 1 - program.turns_before_place >= SLICE_TURNS
+        has_had_slice = has_had_turns and now_s - program.since_s >= self.slice_s(reload_s)
         return has_had_slice and now_s - min(waiting_since_s) >= self.hold_s
 
-    def _can_share(self, now_s: float, waiting: int) -> bool:
+    def _can_share(self, waiting: int) -> bool:
         """Whether first tokens come in time where all turns wait equally long.
 
         The mean wait is the number of waiting turns over turns a second, whoever waits (J. D. C. Little,
         Operations Research 9(3), 1961).
         """
-        passed_s = now_s - self._turn_ends_s[0]
-        mean_wait_s = waiting * passed_s / max(1, len(self._turn_ends_s) - 1)
-        return LONGEST_WAITS * mean_wait_s < self.first_token_limit_s
+        return LONGEST_WAITS * waiting * self._turn_s < self.first_token_limit_s
+
+    @property
+    def _turn_s(self) -> float:
+        """Mean time between the ends of the latest turns; 0 before the second."""
+        ends_s = self._turn_ends_s
+        return (ends_s[-1] - ends_s[0]) / max(1, len(ends_s) - 1) if ends_s else 0.0
 
     @property
     def longest_wait_s(self) -> float:
@@ -198,7 +204,8 @@ class AdmissionController:
         tenants = {*self._lines, *(program.tenant for program in placed)}
         of_one = min(programs.in_stage[Stage.IN_LINE], max(map(len, self._lines.values()), default=0))
         rounds = 1 + len(tenants) * of_one // max(1, started)
-        return self.hold_s + rounds * self.slice_s(max((p.reload_s for p in placed), default=0.0))
+        slice_s = self.slice_s(max((p.reload_s for p in placed), default=0.0))
+        return self.hold_s + rounds * max(slice_s, SLICE_TURNS * started * self._turn_s)
 
     # -----------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Program:
     is_waiting: bool = False  # that turn has not run yet
     # its finished turns
     turns: int = 0
+    turns_before_place: int = 0  # of these, before it got its place
     attained_tokens: int = 0  # computed for it so far
     tool: ToolKey = ()  # called by the last one
     finished_s: float | None = None  # when that ended; None if a later one is here
