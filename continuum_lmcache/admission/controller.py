@@ -183,9 +183,9 @@ class AdmissionController:
 
     @property
     def _turn_s(self) -> float:
-        """Mean time between the ends of the latest turns; 0 before the second."""
+        """Mean time between the latest turns' ends, of which a step may have many; 0 before the second."""
         ends_s = self._turn_ends_s
-        return (ends_s[-1] - ends_s[0]) / max(1, len(ends_s) - 1) if ends_s else 0.0
+        return (ends_s[-1] - ends_s[0]) / max(1, sum(e > ends_s[0] for e in ends_s)) if ends_s else 0.0
 
     @property
     def longest_wait_s(self) -> float:
