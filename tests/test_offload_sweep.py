@@ -15,6 +15,7 @@ from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import Engine, Wanted, cases_of, main, plans_named, wanted
 from experiments.policies import no_retention
 from experiments.server import ServerError
+from experiments.sim.step_time import PAIR, PROFILES
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, STOCK, Live, Point, SweepError
 from experiments.sweep.closed_loop import points
@@ -24,7 +25,7 @@ from experiments.sweep.live import run as run_live
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import caption, found, table
-from experiments.sweep.rows import LIVE, SWEEP, Rows, key
+from experiments.sweep.rows import CODE, LIVE, ROOT, SWEEP, Rows, key
 from experiments.sweep.runner import complete
 from experiments.sweep.simulated import run
 
@@ -139,6 +140,12 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         main(["fig99"])
     with pytest.raises(SystemExit, match="--regimes chooses rows of figures.*leave it out for sessions"):
         main(["sessions"], regimes="none")
+
+
+def test_a_simulated_row_is_made_anew_when_its_machine_changes() -> None:
+    for kind in ("point", "sessionpoint"):
+        files = {path for pattern in CODE[kind] for path in ROOT.glob(pattern)}
+        assert {PROFILES / f"{PAIR}.yaml", PROFILES / "datasheets.py"} <= files
 
 
 OWN = """

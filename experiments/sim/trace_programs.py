@@ -40,7 +40,8 @@ CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` assumes,
 DECODE_BATCH = 8  # and the turns that decode together
 HALVES = ("tune", "report")
 PUBLISHED_GAP_CAP_S = 170.0  # so that 12 sessions get the public run's output
-PUBLISHED_ANSWERS, PUBLISHED_POWER, MEAN_PROMPT_TOKENS = 1.72, 1.7, 98_744  # of the trace in its window
+MEAN_PROMPT_TOKENS = 98_744  # of Claude Code's programs in a window of 262,144 tokens
+PUBLISHED_ANSWERS, PUBLISHED_POWER = 1.72, 1.7  # times as long at that prompt, and by so much more at longer
 FITTED = "fitted"  # stands where a half does: programs drawn from what `tune` was fitted to
 
 
@@ -97,10 +98,9 @@ def half(name: str, part: str, window_tokens: int = WINDOW_TOKENS) -> tuple[Prog
     refuse_unknown(name, part)
     if part == FITTED:
         return pool(name)
-    wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
     # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
-    fitting = [p for p in wanted if p.context_tokens <= 2 * window_tokens]
-    return scaled(_whole(fitting, name), window_tokens)
+    fitting = [p for p in _chosen(name, part) if p.context_tokens <= 2 * window_tokens]
+    return scaled(_with_gaps(fitting, name), window_tokens)
 
 
 @cache
@@ -110,8 +110,7 @@ def sessions_of(name: str, part: str, window_tokens: int) -> tuple[Program, ...]
     Raises TraceError. Gaps are capped, and Claude Code's programs are `as_published`.
     """
     refuse_unknown(name, part)
-    wanted = [] if part == FITTED else [p for p in _chosen(name) if half_of(p.program_id) == part]
-    programs = pool(name) if part == FITTED else _whole(wanted, name)
+    programs = pool(name) if part == FITTED else _with_gaps(_chosen(name, part), name)
     if name == "claude-code":
         programs = tuple(as_published(p, window_tokens) for p in capped(programs, PUBLISHED_GAP_CAP_S))
     else:
@@ -140,21 +139,19 @@ def _cut(program: Program, window_tokens: int) -> Program:
     return replace(program, turns=(*turns[:-1], *(replace(last, gap_s=None) for last in turns[-1:])))
 
 
-def _whole(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
-    return tuple(map(_answered, _with_gaps(programs, name)))
-
-
-def _chosen(name: str) -> tuple[Program, ...]:
+def _chosen(name: str, part: str = "") -> tuple[Program, ...]:
+    """The trace's programs, of one half or of both."""
     source = SOURCES[name]
     programs = load_trace(traces_folder() / source.file)
-    return tuple(p for p in programs if any(part in p.source for part in source.sources))
+    found = (p for p in programs if any(wanted in p.source for wanted in source.sources))
+    return tuple(p for p in found if part in ("", half_of(p.program_id)))
 
 
 def _with_gaps(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
-    """Missing gaps are drawn from the known ones; none is longer than LONGEST_GAP_S."""
+    """Missing gaps are drawn from the known ones; none is longer than LONGEST_GAP_S. All have answers."""
     said = _gaps_s(SOURCES[name].gaps_of or name) if unknown_gaps(programs) else []
     known = with_gaps(programs, lambda rng: said[rng.integers(len(said))], crc32(name.encode()))
-    return tuple(gaps_mapped(p, lambda gap_s: min(gap_s, LONGEST_GAP_S)) for p in known)
+    return tuple(_answered(gaps_mapped(p, lambda gap_s: min(gap_s, LONGEST_GAP_S))) for p in known)
 
 
 def _answered(program: Program) -> Program:
