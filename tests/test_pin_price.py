@@ -105,6 +105,23 @@ def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> N
     assert not pinned(bench)
 
 
+@pytest.mark.parametrize("away_s", [10.0, 30.0])
+def test_while_nothing_is_learned_a_turn_that_waits_gets_the_memory_of_a_program_that_did_not_come_back(
+    make: Any, away_s: float
+) -> None:
+    """Exp(1) has no memory: by it alone a return is as likely as at first, and an ended program's pin was set
+    again until its ceiling of 300 s. A program is expected for 20 s."""
+    bench: Bench = make(policy="continuum", admission=False)
+    bench.engine.advisor.rates = CalibratedCosts(A_SECOND_A_TOKEN)
+    bench.turn("p", prompt(BLOCK))
+    bench.advance(away_s)
+    assert pinned(bench), "nobody waits"
+    bench.engine.turns.refused_memory.add(SOMEBODY)
+    for _ in range(8):
+        bench.step(seconds=0.5)
+    assert pinned(bench) is (away_s < 20.0)
+
+
 @pytest.mark.parametrize(("ttl_s", "next_look_s"), [(0.01, 1.0), (5.0, 5.0)])
 def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, ttl_s: float, next_look_s: float

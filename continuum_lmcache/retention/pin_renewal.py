@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from continuum_lmcache.programs.program import Stage
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import EngineLoad, Pin, ProgramId
@@ -60,9 +61,14 @@ class PinRenewal:
         return is_priced and self.pins.programs[pin.program].turn is None
 
     def _deadline_s(self, now_s: float, pin: Pin, load: EngineLoad) -> float:
-        """As if the pin began now, for a program that has been away this long."""
+        """As if the pin began now, for a program that has been away this long.
+
+        Exp(1) has no memory: while cold, it would keep an ended program's pin though turns wait for memory.
+        """
         away_s = now_s - pin.taken_s
-        ttl_s = self.advisor.retain(pin.turn, replace(load, away_s=away_s)).ttl_s
+        keep = self.advisor.retain(pin.turn, replace(load, away_s=away_s))
+        is_overdue = self.pins.programs[pin.program].stage is Stage.OVERDUE
+        ttl_s = 0.0 if keep.level == "cold" and is_overdue and load.is_memory_short else keep.ttl_s
         if ttl_s > 0 and not load.is_memory_short:
             ttl_s = max(ttl_s, EVERY_S)
         return now_s + max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
