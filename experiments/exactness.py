@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from experiments.server import CPU_ENV, GPU_ENV, reserved_port
-from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
+from experiments.tiny_model import CONFIG, KV_BYTES_PER_TOKEN, WINDOWS, make_model
 
-ROOT = Path(__file__).parents[1]
+WORK = Path(__file__).parents[1] / ".work"
 CHUNK = 256  # LMCache's
 DRAM_CHUNKS = 32  # L1 keeps half of them free, and what it loads from disk must fit there
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
@@ -46,6 +46,7 @@ EVICTED_S = 1.1  # LMCache's server evicts once a second; on a GPU a program is 
 EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
 LMCACHE, NATIVE = "lmcache", "native"  # below the GPU; vLLM's own has a worker for GPUs alone
+MODELS = {"tiny-model": CONFIG, "tiny-windows": WINDOWS}  # by folder in .work
 WAYS = {LMCACHE: ("gpu", "dram", "ssd", "preemptions"), NATIVE: ("gpu", "dram", "preemptions")}
 RETRIED = 3  # every so many programs, one with a first prompt of whole chunks repeats it exactly
 
@@ -59,6 +60,7 @@ class Kind:
     kv_tokens: int  # so few that running turns run out of blocks, and are preempted
     options: Mapping[str, Any]  # of vllm.LLM
     env: Mapping[str, str]
+    connector: str  # LMCache takes layers of several kinds apart on a GPU alone
 
 
 CPU = Kind(
@@ -67,6 +69,7 @@ CPU = Kind(
     28 * 128,
     {"enforce_eager": True, "distributed_executor_backend": "mp"},
     {**CPU_ENV, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+    "LMCacheConnectorV1",
 )
 GPU = Kind(
     "cuda",
@@ -78,6 +81,7 @@ GPU = Kind(
         "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention multiplies float32 as TF32
         "CONTINUUM_STATIC_TTL_S": "0.1",  # as many steps as SETTINGS' on a CPU
     },
+    "LMCacheMPConnector",
 )
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
 SETTINGS = {
@@ -96,7 +100,7 @@ class Conversation:
     turns: int = 0
 
 
-def below(tier: str, disk: Path, dtype: str) -> dict[str, Any]:
+def below(tier: str, disk: Path, dtype: str, connector: str = CPU.connector) -> dict[str, Any]:
     """The engine's options for what is below the GPU: too small for all, so that it all takes part."""
     chunk_gib = CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     if tier == NATIVE:
@@ -109,9 +113,7 @@ def below(tier: str, disk: Path, dtype: str) -> dict[str, Any]:
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2,
     }
-    config = KVTransferConfig(
-        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_extra_config=extra
-    )
+    config = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
     return {"kv_transfer_config": config}
 
 
@@ -120,10 +122,11 @@ def engine(
     kind: Kind = CPU,
     dtype: str = "float32",
     kv_tokens: int | None = None,
+    model: str = "tiny-model",
 ) -> Any:
-    """An LLM with these options beside the kind's own. The environment has SETTINGS and the kind's.
+    """An LLM of one of MODELS with these options beside the kind's own.
 
-    `kv_tokens` is the capacity of its cache, by default the kind's.
+    The environment has SETTINGS and the kind's. `kv_tokens` is its cache's capacity, by default the kind's.
     """
     from vllm import LLM
 
@@ -131,7 +134,7 @@ def engine(
     kv_tokens = kind.kv_tokens if kv_tokens is None else kv_tokens
     kv_bytes = max(kv_tokens, longest_tokens) * KV_BYTES_PER_TOKEN[dtype]
     return LLM(
-        str(make_model(ROOT / ".work" / "tiny-model")),
+        str(make_model(WORK / model, config=MODELS[model])),
         scheduling_policy="continuum",
         dtype=dtype,
         max_model_len=longest_tokens,
@@ -215,11 +218,11 @@ def append_output(conversation: Conversation, output: Any) -> None:
     conversation.turns += 1
 
 
-def reference(device: str = "cpu") -> Any:
+def reference(device: str = "cpu", name: str = "tiny-model") -> Any:
     """The same weights in float32, without vLLM."""
     from transformers import AutoModelForCausalLM
 
-    model = make_model(ROOT / ".work" / "tiny-model")
+    model = make_model(WORK / name, config=MODELS[name])
     return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval().to(device)
 
 
@@ -252,13 +255,15 @@ def sources(llm: Any) -> Counter[str]:
     return found
 
 
-def checked(device: str, dtype: str, folder: Path, tier: str = LMCACHE) -> dict[str, Any]:
+def checked(
+    device: str, dtype: str, folder: Path, tier: str = LMCACHE, model: str = "tiny-model"
+) -> dict[str, Any]:
     """One dtype on "cpu" or "cuda". `failed` has the problems; "" if nothing is."""
     kind = KINDS[device]
     os.environ.update(SETTINGS | dict(kind.env))
     played: dict[str, list[Conversation]] = {}
     if dtype != "float32":
-        llm = engine({}, kind, dtype, ROOMY_TOKENS)
+        llm = engine({}, kind, dtype, ROOMY_TOKENS, model)
         played["roomy"] = play(llm, PROGRAMS, seed=0)
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -267,12 +272,11 @@ def checked(device: str, dtype: str, folder: Path, tier: str = LMCACHE) -> dict[
         folder_of_run = TemporaryDirectory(dir=folder, prefix="disk-", ignore_cleanup_errors=True)
         disk = Path(until.enter_context(folder_of_run)).resolve()
         os.environ["CONTINUUM_RUN_OUTPUT_DIR"] = str(disk / "run")
-        llm = engine(below(tier, disk, dtype), kind, dtype)
+        llm = engine(below(tier, disk, dtype, kind.connector), kind, dtype, model=model)
         until.callback(llm.llm_engine.engine_core.shutdown)
         played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS[tier], EVICTED_S if device == "cuda" else 0.0)
         found = sources(llm)
-    model = reference(device)
-    figures = {name: figures_of(turns_off(of, model)) for name, of in played.items()}
+    figures = {name: figures_of(turns_off(of, reference(device, model))) for name, of in played.items()}
     missing = [way for way in WAYS[tier] if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
     failed += wrong(figures, EXACT[device] if dtype == "float32" else None)

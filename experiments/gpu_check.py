@@ -9,16 +9,19 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
     exact      token for token against plain PyTorch, float32, LMCache's server: GPU, DRAM, disk,
                recompute, a prompt that is cached whole
     native     the same over vLLM's own offloading (--kv-offloading-size); its worker needs a GPU
+    windows    the same as exact, for a model with windows in every other layer
     rounding   bfloat16, as vLLM serves it: no further off than without any cache
     profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
-    agents     fcfs, continuum and the paper's policy: pairs where memory is ample, then more live sessions
-               of Claude Code's programs than the KV cache holds, without LMCache and with it
+    level      pairs of fcfs and continuum where memory is ample
+    agents     fcfs, continuum and the paper's policy, with more live sessions of Claude Code's programs than
+               the KV cache holds: without a tier, with LMCache, on a GPU also with vLLM's own offloading
     simulated  the same sessions in the simulator, from that profile
     cost       our scheduler's own time, beside the step's
+    grid       the profile's whole grid, for profiles/; with --queue or --only
 
-With --only, stages that ran before in OUT stay on the page. With --queue the first stage runs that has
-not passed there, for a card that is at hand for a quarter of an hour now and then. It also runs on a
-machine without a GPU, with the small model, to test itself; its times mean nothing there.
+With --only, stages that ran before in OUT stay on the page. --queue goes on with those that have not passed
+there, `level` and `agents` with the rows that they lack: for a card that is at hand only now and then.
+It also runs on a machine without a GPU, with the small model, to test itself; its times mean nothing there.
 Exit status 1 if a stage failed or did not finish.
 """
 
@@ -43,13 +46,13 @@ import typer
 from rich.console import Console
 
 from experiments.gpu.place import PLACES, Place, device_here, facts, model_for, settings
+from experiments.server import unwind_on_sigterm
 from experiments.tiny_model import make_model
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".work"
 LEAST_S = 10.0  # a stage that has less is not begun
-STOPPING_S = 10.0  # of `agents`: after the last replay
-PROFILE_SHARE = 0.3  # of the profile's limit: the rest is the engine's start
+STOPPING_S = 20.0  # of a stage with servers: after the last replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,41 +77,44 @@ class Stage:
     run: Callable[[Job], dict[str, Any]]
     limit_s: float
     timed: bool = True  # alone on the machine; on a GPU the others run side by side
+    on_demand: bool = False  # not in a run of all stages
 
 
 def versions(job: Job) -> dict[str, Any]:
     return facts(job.place.device) | {"failed": ""}
 
 
-def tokens(job: Job, dtype: str, tier: str) -> dict[str, Any]:
+def tokens(job: Job, dtype: str, tier: str, model: str = "tiny-model") -> dict[str, Any]:
     """How far tokens are from plain PyTorch's (experiments/exactness.py)."""
     from experiments.exactness import NATIVE, checked
 
     if tier == NATIVE and not job.place.on_gpu:
         return {"failed": "", "skipped": "vLLM refuses its own offloading on a CPU"}
-    return checked(job.place.device, dtype, job.out, tier)
+    return checked(job.place.device, dtype, job.out, tier, model)
 
 
-def profile(job: Job) -> dict[str, Any]:
+def profile(job: Job, name: str, share: float, *options: str) -> dict[str, Any]:
     """Runs profiles.measure by its command line; the result is its file."""
-    path = job.out / "profile.yaml"
     command = [sys.executable, "-m", "profiles.measure", "--model", str(model_for(job.place, WORK))]
-    command += ["--out", str(path), "--quick", "--force", "--budget-s", f"{PROFILE_SHARE * job.limit_s:.0f}"]
-    command += ["--dtype", job.place.dtype]
+    command += ["--out", str(job.out / name), "--force", "--budget-s", f"{share * job.limit_s:.0f}"]
+    command += ["--dtype", job.place.dtype, *options]
     command += ["--load-format", "dummy"] if job.place.dummy_weights else []
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     print(ran.stdout)
     lines = ran.stdout.strip().splitlines()
-    failed = "" if ran.returncode == 0 else f"profiles.measure ended with {ran.returncode}; see profile.log"
+    failed = "" if ran.returncode == 0 else f"profiles.measure ended with {ran.returncode}; see its log"
     return {"last_lines": lines[-4:], "failed": failed}
 
 
-def agents(job: Job) -> dict[str, Any]:
-    from experiments.gpu.agents import measured
+def live(job: Job, name: str) -> dict[str, Any]:
+    """Measure servers; what this stage's file has already is kept."""
+    from experiments.gpu import agents
 
     until_s = time.monotonic() + job.limit_s - STOPPING_S
-    model = model_for(job.place, WORK)
-    return measured(job.place, model, job.profile, job.out, until_s, lambda found: save(job, "agents", found))
+    bench = agents.Bench(job.place, model_for(job.place, WORK), job.profile, job.out, until_s)
+    run = {"level": agents.level, "agents": agents.measured}[name]
+    left = job.out / f"{name}.json"  # with --queue alone
+    return run(bench, partial(save, job, name), json.loads(left.read_text()) if left.exists() else {})
 
 
 def simulated(job: Job) -> dict[str, Any]:
@@ -132,11 +138,17 @@ STAGES = {
     "versions": Stage(versions, 30),
     "exact": Stage(partial(tokens, dtype="float32", tier="lmcache"), 240, timed=False),
     "native": Stage(partial(tokens, dtype="float32", tier="native"), 240, timed=False),
+    "windows": Stage(
+        partial(tokens, dtype="float32", tier="lmcache", model="tiny-windows"), 240, timed=False
+    ),
     "rounding": Stage(partial(tokens, dtype="bfloat16", tier="lmcache"), 240, timed=False),
-    "profile": Stage(profile, 300),
-    "agents": Stage(agents, 840),
+    # of its limit the engine's start takes the rest
+    "profile": Stage(lambda job: profile(job, "profile.yaml", 0.3, "--quick"), 300),
+    "level": Stage(partial(live, name="level"), 300),
+    "agents": Stage(partial(live, name="agents"), 660),
     "simulated": Stage(simulated, 400),
     "cost": Stage(cost, 40),
+    "grid": Stage(lambda job: profile(job, "grid.yaml", 0.6), 560, on_demand=True),
 }
 
 
@@ -160,19 +172,21 @@ def groups(place: Place, chosen: list[str]) -> list[list[str]]:
     ]
 
 
-def run_in_time(name: str, place: Place, out: Path, end_s: float) -> Mapping[str, Any]:
+def run_in_time(name: str, place: Place, out: Path, end_s: float, goes_on: bool) -> Mapping[str, Any]:
     """The stage's results, if enough time is left until `end_s` (on time.monotonic)."""
     left_s = end_s - time.monotonic()
     mine_s = min(left_s, STAGES[name].limit_s) if place.on_gpu else left_s
     if mine_s < LEAST_S:
         return {"failed": "no time was left", "seconds": 0.0}
-    return run_stage(name, out, mine_s)
+    return run_stage(name, out, mine_s, goes_on)
 
 
-def run_stage(name: str, out: Path, limit_s: float) -> dict[str, Any]:
-    """Run the stage in its own process, which its limit ends with all its children. Returns its results."""
+def run_stage(name: str, out: Path, limit_s: float, goes_on: bool = False) -> dict[str, Any]:
+    """Run the stage in its own process, which its limit ends with all its children. Returns its results:
+    anew, or `goes_on` from the earlier ones."""
     log, found = out / f"{name}.log", out / f"{name}.json"
-    found.unlink(missing_ok=True)
+    if not goes_on:
+        found.unlink(missing_ok=True)
     why = ""
     command = [sys.executable, "-m", "experiments.gpu_check", "--out", str(out), "--only", name]
     begun_s = time.monotonic()
@@ -217,19 +231,19 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="results, logs and the page")] = Path("gpu-check"),
     only: Annotated[str, typer.Option(help=f"of {', '.join(STAGES)}; several with commas")] = "",
-    queue: Annotated[
-        bool, typer.Option("--queue", help="the first stage that has not passed in OUT")
-    ] = False,
+    queue: Annotated[bool, typer.Option("--queue", help="go on with what has not passed in OUT")] = False,
     minutes: Annotated[float, typer.Option(min=0.5, help="for all stages")] = 30.0,
     stage_limit_s: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Check this machine."""
-    place, chosen = PLACES[device_here()], only.split(",") if only else list(STAGES)
+    unwind_on_sigterm()  # with all that its stages started
+    place = PLACES[device_here()]
+    chosen = only.split(",") if only else [name for name, stage in STAGES.items() if not stage.on_demand]
     if unknown := [name for name in chosen if name not in STAGES]:
         raise typer.BadParameter(f"{unknown[0]!r} is not known; known: {', '.join(STAGES)}")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    if queue and not (chosen := unfinished(out)[:1]):
+    if queue and not (chosen := unfinished(out)):
         typer.echo(f"every stage has passed in {out}")
         raise typer.Exit
     if stage_limit_s:  # this is a stage's own process
@@ -237,21 +251,22 @@ def main(
         save(job, chosen[0], STAGES[chosen[0]].run(job))
         sys.stdout.flush()
         os._exit(0)  # no finalizers: an engine's may hang
-    raise typer.Exit(checked(place, chosen, 60 * minutes, out))
+    raise typer.Exit(checked(place, chosen, 60 * minutes, out, queue))
 
 
-def checked(place: Place, chosen: list[str], limit_s: float, out: Path) -> bool:
+def checked(place: Place, chosen: list[str], limit_s: float, out: Path, goes_on: bool = False) -> bool:
     """Run the stages and write the page after each; whether anything failed."""
+    from experiments.exactness import MODELS
     from experiments.gpu.page import write
 
     console, end_s = Console(), time.monotonic() + limit_s
-    make_model(WORK / "tiny-model")  # which stages that run side by side would each write
+    for name, config in MODELS.items():  # which stages that run side by side would each write
+        make_model(WORK / name, config=config)
     rows: dict[str, Mapping[str, Any]] = earlier(out, chosen)
     for group in groups(place, chosen):
         with ThreadPoolExecutor(len(group)) as pool:
-            rows |= zip(
-                group, pool.map(lambda name: run_in_time(name, place, out, end_s), group), strict=True
-            )
+            found = pool.map(lambda name: run_in_time(name, place, out, end_s, goes_on), group)
+            rows |= zip(group, found, strict=True)
         for name in group:
             row = rows[name]
             console.print(f"{name}: {row['failed'] or 'ok'} ({row['seconds']:.0f} s)", markup=False)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import pydoc_data.topics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -46,6 +48,11 @@ CONFIG = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "torch_dtype": "bfloat16",
+}
+WINDOWS = CONFIG | {  # every other layer sees the last 512 tokens; transformers' name for such a Llama
+    "model_type": "ministral",
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "sliding_window": 512,
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -102,10 +109,10 @@ def tokenizer() -> Tokenizer:
     return bpe
 
 
-def make_model(directory: Path, seed: int = 0) -> Path:
+def make_model(directory: Path, seed: int = 0, config: Mapping[str, Any] = CONFIG) -> Path:
     """Write the model into `directory`, unless it is there already, and return the directory."""
     done = directory / "done.json"
-    want = json.dumps({"seed": seed, "config": CONFIG}, sort_keys=True)
+    want = json.dumps({"seed": seed, "config": config}, sort_keys=True)
     if done.exists() and done.read_text() == want:
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -119,7 +126,7 @@ def make_model(directory: Path, seed: int = 0) -> Path:
         "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
     done.write_text(want)
     return directory
 

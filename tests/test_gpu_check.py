@@ -16,12 +16,12 @@ pytest.importorskip("vllm")
 
 import psutil
 from typer.testing import CliRunner
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_for
 
 from experiments import exactness, gpu_check
 from experiments.gpu import agents, page, place
 from experiments.gpu_check import STAGES, app, run_stage
-from experiments.server import fast_dtype
+from experiments.server import ServerError, fast_dtype
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, profile_here
 
 
@@ -71,6 +71,17 @@ def test_what_a_stage_started_ends_with_it() -> None:
     assert not alive
 
 
+def test_a_check_that_is_asked_to_stop_takes_its_stages_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "experiments.gpu_check", "--only", "cost", "--out", str(tmp_path)]
+    check = subprocess.Popen(command, cwd=gpu_check.ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: psutil.Process(check.pid).children(), "a stage runs")
+    started = psutil.Process(check.pid).children()
+    check.terminate()
+    check.wait(PATIENCE_S)
+    _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
+    assert not alive
+
+
 def test_after_every_stage_the_page_has_it_and_those_that_ran_before(tmp_path: Path) -> None:
     (tmp_path / "cost.json").write_text(json.dumps({"failed": "no cores", "seconds": 3.0}))
     ran = CliRunner().invoke(app, ["--only", "versions", "--out", str(tmp_path)])
@@ -79,13 +90,15 @@ def test_after_every_stage_the_page_has_it_and_those_that_ran_before(tmp_path: P
     assert "| versions |" in text and "lmcache" in text and "| cost | 3 | no cores |" in text
 
 
-def test_the_queues_next_stage_is_the_first_that_has_not_passed(tmp_path: Path) -> None:
+def test_the_queue_goes_on_with_the_stages_that_have_not_passed(tmp_path: Path) -> None:
     assert gpu_check.unfinished(tmp_path) == list(STAGES)
+    for stage in STAGES:
+        failed = "no card" if stage == "versions" else ""
+        (tmp_path / f"{stage}.json").write_text(json.dumps({"failed": failed, "seconds": 3.0}))
     ran = CliRunner().invoke(app, ["--queue", "--out", str(tmp_path)])
     assert ran.exit_code == 0 and "versions: ok" in ran.output and "exact" not in ran.output
-    (tmp_path / "exact.json").write_text(json.dumps({"failed": "", "seconds": 3.0}))
-    (tmp_path / "native.json").write_text(json.dumps({"failed": "no card", "seconds": 3.0}))
-    assert gpu_check.unfinished(tmp_path)[0] == "native"
+    ran = CliRunner().invoke(app, ["--queue", "--out", str(tmp_path)])
+    assert ran.exit_code == 0 and "every stage has passed" in ran.output
 
 
 def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_path: Path) -> None:
@@ -93,9 +106,12 @@ def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_pat
     pairs = [{"sessions": 4, "pair": 0, "continuum": fcfs | {"tpot_s": 0.005}, "fcfs": fcfs}]
     run = {"label": "fcfs", "sessions": 24, "tokens_per_s": 320.0, "ttft_max_s": 9.5, "errors": 0}
     cut = {"label": "continuum", "sessions": 24, "why": "no time was left"}
-    of_agents = {"level": pairs, "rows": [run, cut], "failed": "", "seconds": 9.0}
+    of_agents = {"rows": [run, cut], "failed": "", "seconds": 9.0}
     of_simulator = {"rows": [run | {"tokens_per_s": 311.0}], "failed": "", "seconds": 9.0}
-    page.write({"agents": of_agents, "simulated": of_simulator}, {"device": "cpu"}, tmp_path)
+    of_level = {"rows": pairs, "failed": "", "seconds": 9.0}
+    page.write(
+        {"level": of_level, "agents": of_agents, "simulated": of_simulator}, {"device": "cpu"}, tmp_path
+    )
     text = (tmp_path / "gpu-check.md").read_text()
     assert "| 4 | a token | 4.00 | 5.00 | 1.2500 |" in text
     assert "| 24 | fcfs | 320 (311) |" in text and "| 24 | continuum | no time was left |" in text
@@ -108,8 +124,51 @@ def test_a_server_on_a_cpu_gets_a_dtype_that_the_cpu_has_instructions_for_and_si
     monkeypatch.setattr(agents, "serve", lambda _, args, **__: started.append(args) or nullcontext(""))
     with ExitStack() as until:
         model, profile = tmp_path / "model", tmp_path / "profile.yaml"
-        agents.up(agents.CONTENDERS[0], place.CPU, model, profile, tmp_path, 1.0, until)
+        bench = agents.Bench(place.CPU, model, profile, tmp_path, 0.0)
+        agents.up(agents.CONTENDERS[0], bench, 1.0, until)
     (args,) = started
     assert args[args.index("--dtype") + 1] == fast_dtype()
     assert place.CPU.kv_bytes_per_token == KV_BYTES_PER_TOKEN[fast_dtype()]
     assert place.CPU.profile == profile_here()
+
+
+def test_servers_are_measured_in_pieces_and_each_run_adds_what_the_ones_before_lack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What has figures is kept; what failed or had no time runs again."""
+    started: list[str] = []
+
+    def up(who: agents.Contender, *_: object) -> str:
+        started.append(who.label)
+        if who.order == "continuum-published":
+            raise ServerError("it exited with 1")
+        return f"http://{who.label}"
+
+    async def together(server: agents.Server, pair: int, count: int) -> list[object]:
+        return started.append(f"{server.who.label} {count} {pair}") or []
+
+    monkeypatch.setattr(agents, "up", up)
+    monkeypatch.setattr(agents, "processes", lambda _: ())
+    monkeypatch.setattr(
+        agents, "live", lambda server, sessions, *_: {"label": server.who.label, "sessions": sessions}
+    )
+    monkeypatch.setattr(agents, "together", together)
+    monkeypatch.setattr(agents, "pace", lambda _: {"tpot_s": 1.0})
+
+    def bench(left_s: float) -> agents.Bench:
+        profile = tmp_path / "profile.yaml"
+        return agents.Bench(place.CPU, tmp_path, profile, tmp_path, time.monotonic() + left_s)
+
+    cut = {"label": "continuum", "sessions": 24, "why": "no time was left"}
+    earlier = {"rows": [{"label": "fcfs", "sessions": 24}, cut]}
+    found = agents.measured(bench(3600), lambda _: None, earlier)
+    assert started == ["continuum", "continuum-published", "fcfs+LMCache", "continuum+LMCache"]
+    assert {row["label"] for row in found["rows"]} == {"fcfs", *started} and cut not in found["rows"]
+    assert found["failed"] == "continuum-published, 24 sessions: it exited with 1"
+    found = agents.measured(bench(0), lambda _: None, earlier)
+    assert found["failed"].count("no time was left") == len(started) == 4, "no server was started"
+    pairs = {"rows": [{"sessions": n, "pair": pair} for n in (1, 4) for pair in range(5)][:-1]}
+    started.clear()
+    assert agents.level(bench(3600), lambda _: None, pairs)["failed"] == ""
+    assert started[2:] == ["fcfs 4 5", "continuum 4 5", "continuum 4 4", "fcfs 4 4"], "warm-up, the last pair"
+    assert agents.level(bench(0), lambda _: None, pairs)["failed"].startswith("fcfs: no time was left")

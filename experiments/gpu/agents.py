@@ -3,8 +3,8 @@
 Every contender is a separate server. As many as fit into the GPU's memory start together, on a CPU the first
 two; then each in turn gets the same load while the others are idle, on a CPU frozen by SIGSTOP, so that they
 take none of it. First (`level`) a few programs that the memory holds, in pairs against stock vLLM. Then
-(`live`) more live sessions than the KV cache holds, with an agent's programs. The stage `simulated` plays the
-same sessions in the simulator, from the profile that was measured.
+(`live`) more live sessions than the KV cache holds, with an agent's programs. What an earlier run measured is
+kept. The stage `simulated` plays the same sessions in the simulator, from the profile that was measured.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -29,7 +30,6 @@ from continuum_lmcache.errors import TraceError
 from experiments import policies
 from experiments.client import Client, ServerUnusable
 from experiments.demo_servers import CONTINUUM, FCFS
-from experiments.demo_servers import Contender as Offloading
 from experiments.driver import Plan, TurnRecord, run, untold
 from experiments.gpu.place import GB, Place
 from experiments.mp_server import serve_mp
@@ -53,7 +53,27 @@ PAIR_TOKENS = (1500, 250, 250, 250)  # new in each turn's prompt
 PAIR_OUTPUTS = (100, 100, 100, 100)
 PAIR_GAP_S = 0.05
 WAKE_S = 0.5  # from a thaw to the first request
+LEAST_COUNTED_S = 30.0
+NO_TIME = "no time was left"
 FIGURES = ("tokens_per_s", "goodput_10", "goodput_30", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "ttft_max_s")
+
+
+Save = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where and how long servers are measured."""
+
+    place: Place
+    model: Path
+    profile: Path
+    out: Path
+    until_s: float  # on time.monotonic
+
+    @property
+    def left_s(self) -> float:
+        return self.until_s - time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +81,22 @@ class Contender:
     """One server."""
 
     order: str  # fcfs: stock vLLM; a policy of ours
-    offloading: Offloading | None
+    tier: str = ""  # below the GPU
 
     @property
     def label(self) -> str:
-        return f"{self.order}{'+LMCache' if self.offloading else ''}"
+        return f"{self.order}{self.tier and '+'}{self.tier}"
 
 
+LMCACHE, NATIVE = "LMCache", "native"  # LMCache's server; vLLM's own offloading
 CONTENDERS = (  # the most telling first: time may run out
-    Contender("fcfs", None),
-    Contender("continuum", None),
-    Contender("continuum-published", None),
-    Contender("fcfs", FCFS),
-    Contender("continuum", CONTINUUM),
+    Contender("fcfs"),
+    Contender("continuum"),
+    Contender("continuum-published"),
+    Contender("fcfs", LMCACHE),
+    Contender("continuum", LMCACHE),
+    Contender("fcfs", NATIVE),
+    Contender("continuum", NATIVE),
 )
 
 
@@ -120,71 +143,66 @@ def selection(trace: Path, sessions: int) -> Selection:
     return Selection(SEED + sessions, trace=trace, jps=1.0)  # live sessions do not look at arrivals
 
 
-def measured(
-    place: Place,
-    model: Path,
-    profile: Path,
-    out: Path,
-    until_s: float,
-    save: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """Every contender's figures, until time runs out (`until_s` on time.monotonic).
+def measured(bench: Bench, save: Save, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Every contender's sessions, until time runs out.
 
-    `save` gets all results after every run, so that a failing run loses none.
+    `save` gets all results after every run, so that a failing run loses none. What `earlier` has is kept.
     """
-    trace = written(pool(place), out / "programs.jsonl")
-    found: dict[str, Any] = {"level": [], "rows": []}
-    left_out: dict[str, str] = {}
-    every = groups(place)
-    for group in every:
-        left_s = until_s - time.monotonic()
-        if left_s < 60:
-            left_out |= {who.label: "no time was left" for who in group}
-            continue
-        with ExitStack() as until:
-            servers = []
-            for who, came in started(group, place, model, profile, out, min(START_S, left_s), until):
-                if isinstance(came, ServerError):
-                    left_out[who.label] = str(came)
-                else:
-                    is_frozen = not place.on_gpu and len(group) > 1
-                    servers.append(Server(who, came, processes(came) if is_frozen else ()))
-                    until.callback(servers[-1].thaw)  # a frozen process does not handle SIGTERM
-                    servers[-1].freeze()
-            try:
-                if group is every[0]:
-                    for row in level(servers, place):
-                        found["level"].append(row)
-                        save(found)
-            except ServerUnusable as error:
-                left_out["level"] = str(error)
-            for sessions in place.sessions:
+    trace = written(pool(bench.place), bench.out / "programs.jsonl")
+    rows = [row for row in earlier.get("rows", ()) if "why" not in row]
+    done = {(row["label"], row["sessions"]) for row in rows}
+    for sessions in bench.place.sessions:
+        for group in groups(bench.place, sessions, done):
+            with serving(group, bench) as (servers, lacking):
+                rows += [{"label": who, "sessions": sessions, "why": why} for who, why in lacking.items()]
                 for server in servers:
                     with server.awake():
-                        row = live(server, sessions, trace, place, out, until_s)
-                    found["rows"].append(row)
-                    save(found)
-    failed = [f"{r['label']}, {r['sessions']} sessions: {r['why']}" for r in found["rows"] if "why" in r]
-    failed += [f"{label} was left out: {why.splitlines()[0]}" for label, why in left_out.items()]
-    return found | {"failed": "; ".join(failed)}
+                        rows.append(live(server, sessions, trace, bench))
+                    save({"rows": rows})
+    failed = [f"{r['label']}, {r['sessions']} sessions: {r['why']}" for r in rows if "why" in r]
+    return {"rows": rows, "failed": "; ".join(failed)}
 
 
-def level(servers: Sequence[Server], place: Place) -> Iterator[dict[str, Any]]:
-    """Pairs of the first two servers, in turn (A B, B A, ...), with programs that no cache holds, and as many
-    at once as the memory holds.
-
-    The first pair warms up. Times a token and first tokens are in seconds.
+def level(bench: Bench, save: Save, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Pairs of the first two contenders, in turn (A B, B A, ...), with programs that no cache holds, and as
+    many at once as the memory holds. As `measured`. The first pair warms up. Times are in seconds.
     """
-    if len(servers) < 2:
-        return
-    held = [n for n in LEVEL_SESSIONS if n * sum((*PAIR_TOKENS, *PAIR_OUTPUTS)) <= place.kv_tokens]
-    for sessions, pair in (WARM_UP, *product(held, range(PAIRS))):
-        turns = {}
-        for side in servers[:2] if pair % 2 else servers[1::-1]:
-            with side.awake():
-                turns[side.who.label] = asyncio.run(together(side, pair, sessions))
-        if (sessions, pair) != WARM_UP:
-            yield {"sessions": sessions, "pair": pair, **{name: pace(of) for name, of in turns.items()}}
+    rows = [*earlier.get("rows", ())]
+    held = [n for n in LEVEL_SESSIONS if n * sum((*PAIR_TOKENS, *PAIR_OUTPUTS)) <= bench.place.kv_tokens]
+    done = {(row["sessions"], row["pair"]) for row in rows}
+    wanted = [each for each in product(held, range(PAIRS)) if each not in done]
+    with serving(CONTENDERS[:2], bench) as (servers, lacking):
+        for sessions, pair in (WARM_UP, *wanted):
+            if lacking or bench.left_s < 0:
+                break
+            turns = {}
+            for side in servers if pair % 2 else servers[::-1]:
+                with side.awake():
+                    turns[side.who.label] = asyncio.run(together(side, pair, sessions))
+            if (sessions, pair) != WARM_UP:
+                rows.append(
+                    {"sessions": sessions, "pair": pair} | {who: pace(of) for who, of in turns.items()}
+                )
+                save({"rows": rows})
+    missing = len(held) * PAIRS - len(rows)
+    failed = [f"{label}: {why}" for label, why in lacking.items()]
+    return {"rows": rows, "failed": "; ".join(failed or [f"{missing} pairs are missing"] * bool(missing))}
+
+
+@contextmanager
+def serving(group: Sequence[Contender], bench: Bench) -> Iterator[tuple[Sequence[Server], Mapping[str, str]]]:
+    """A group's servers, started together, each idle; and by label why one is not up."""
+    with ExitStack() as until:
+        servers, lacking = [], {}
+        for who, came in started(group, bench, until):
+            if isinstance(came, ServerError):
+                lacking[who.label] = str(came).splitlines()[0]
+                continue
+            is_frozen = not bench.place.on_gpu and len(group) > 1
+            servers.append(Server(who, came, processes(came) if is_frozen else ()))
+            until.callback(servers[-1].thaw)  # a frozen process does not handle SIGTERM
+            servers[-1].freeze()
+        yield servers, lacking
 
 
 async def together(server: Server, pair: int, count: int) -> list[TurnRecord]:
@@ -213,21 +231,20 @@ def pace(turns: Sequence[TurnRecord]) -> dict[str, float]:
     }
 
 
-def live(
-    server: Server, sessions: int, trace: Path, place: Place, out: Path, until_s: float
-) -> dict[str, Any]:
+def live(server: Server, sessions: int, trace: Path, bench: Bench) -> dict[str, Any]:
     """The sessions' figures on one server; `why` where there are none."""
-    label = server.who.label
-    row: dict[str, Any] = {"label": label, "sessions": sessions, "warm_up_s": place.warm_up_s}
-    counted_s = min(place.counted_s, until_s - time.monotonic() - place.warm_up_s)
-    if counted_s < 30:
-        return row | {"why": "no time was left"}
-    job = Job(f"{server.url}/v1", f"{label}-{sessions}", selection(trace, sessions), out, identify=untold)
+    row: dict[str, Any] = {"label": server.who.label, "sessions": sessions}
+    warm_up_s = bench.place.warm_up_s
+    counted_s = min(bench.place.counted_s, bench.left_s - warm_up_s)
+    if counted_s < LEAST_COUNTED_S:
+        return row | {"why": NO_TIME}
+    name = f"{server.who.label}-{sessions}"
+    job = Job(f"{server.url}/v1", name, selection(trace, sessions), bench.out, identify=untold)
     try:
-        found = replay_sessions(job, sessions, counted_s, place.warm_up_s)
+        found = replay_sessions(job, sessions, counted_s, warm_up_s)
     except ServerUnusable as error:
         return row | {"why": str(error)}
-    row |= {"counted_s": counted_s, **found}
+    row |= {"warm_up_s": warm_up_s, "counted_s": counted_s, **found}
     return row | ({"why": f"{found['errors']} turns failed"} if found["errors"] else {})
 
 
@@ -253,15 +270,12 @@ def simulated(
 
 
 def setup(label: str, place: Place, machine: Machine) -> Setup:
-    order, _, lmcache = label.partition("+")
-    tiers = {
-        "dram_gb": place.dram_gib,
-        "ssd_gb": place.ssd_gb * GB / 2**30,
-        "chunk_tokens": 256,
-    }
+    order, _, tier = label.partition("+")
+    ssd_gib = place.ssd_gb * GB / 2**30 if tier == LMCACHE else 0.0
+    tiers = {"dram_gb": place.dram_gib, "ssd_gb": ssd_gib, "chunk_tokens": 256}
     return Setup(
         policy=STOCK if order == "fcfs" else order,
-        tiers=tiers if lmcache else None,
+        tiers=tiers if tier else None,
         machine=machine,
         step_tokens=place.step_tokens,
         max_seqs=place.max_seqs,
@@ -278,34 +292,38 @@ def written(found: Sequence[Program], path: Path) -> Path:
     return path
 
 
-def groups(place: Place) -> list[tuple[Contender, ...]]:
-    """Contenders whose servers fit the memory together; on a CPU the first two, then one at a time."""
-    if not place.on_gpu:
-        return [CONTENDERS[:2], *((who,) for who in CONTENDERS[2:])]
-    total_gb = torch.cuda.get_device_properties(0).total_memory / GB
-    at_once = max(1, int(SHARED_GPU * total_gb / place.server_gb()))
-    return [CONTENDERS[at : at + at_once] for at in range(0, len(CONTENDERS), at_once)]
+def groups(place: Place, sessions: int, done: Collection[tuple[str, int]]) -> list[tuple[Contender, ...]]:
+    """Those without a row that start together: of one tier, as many as fit the GPU's memory; on a CPU the
+    first two, then one at a time. vLLM refuses its own offloading on a CPU.
+    """
+    able = CONTENDERS if place.on_gpu else [who for who in CONTENDERS if who.tier != NATIVE]
+    left = [who for who in able if (who.label, sessions) not in done]
+    if place.on_gpu:
+        total_gb = torch.cuda.get_device_properties(0).total_memory / GB
+        at_once = max(1, int(SHARED_GPU * total_gb / place.server_gb()))
+        of_tiers = [tuple(who for who in left if who.tier == tier) for tier in ("", LMCACHE, NATIVE)]
+        return [of[at : at + at_once] for of in of_tiers for at in range(0, len(of), at_once)]
+    pair = tuple(who for who in left if who in CONTENDERS[:2])
+    return [*filter(None, [pair]), *((who,) for who in left[len(pair) :])]
 
 
 def started(
-    group: Sequence[Contender],
-    place: Place,
-    model: Path,
-    profile: Path,
-    out: Path,
-    start_s: float,
-    until: ExitStack,
+    group: Sequence[Contender], bench: Bench, until: ExitStack
 ) -> Iterator[tuple[Contender, str | ServerError]]:
     """All servers of a group, started together; the URL, or why there is none."""
+    start_s = min(START_S, bench.left_s - bench.place.warm_up_s - LEAST_COUNTED_S)
 
     def start(who: Contender) -> tuple[str | ServerError, ExitStack]:
         own = ExitStack()
         try:
-            return up(who, place, model, profile, out, start_s, own), own
+            return up(who, bench, start_s, own), own
         except ServerError as error:
             own.close()
             return error, own
 
+    if start_s < 0:
+        yield from ((who, ServerError(NO_TIME)) for who in group)
+        return
     with ThreadPoolExecutor(len(group)) as pool:
         found = list(pool.map(start, group))
     for _, own in found:
@@ -313,10 +331,9 @@ def started(
     yield from ((who, came) for who, (came, _) in zip(group, found, strict=True))
 
 
-def up(
-    who: Contender, place: Place, model: Path, profile: Path, out: Path, start_s: float, until: ExitStack
-) -> str:
+def up(who: Contender, bench: Bench, start_s: float, until: ExitStack) -> str:
     """Start LMCache's server if there is one, and vLLM's; the URL. Raises ServerError."""
+    place, out = bench.place, bench.out
     scheduling = "fcfs" if who.order == "fcfs" else "continuum"
     args = ["--scheduling-policy", scheduling, "--dtype", place.dtype]
     args += ["--max-model-len", str(place.window_tokens)]
@@ -328,15 +345,18 @@ def up(
         args += ["--gpu-memory-utilization", f"{min(0.9, place.server_gb() / total_gb):.3f}"]
         # The size is given: servers that start together would each count the others' weights as their own.
         args += ["--kv-cache-memory-bytes", str(place.kv_bytes)]
-    env = {"CONTINUUM_PROFILE": str(profile.resolve())}
+    env = {"CONTINUUM_PROFILE": str(bench.profile.resolve())}
     if scheduling == "continuum":
         env["CONTINUUM_POLICY"] = policies.setting(who.order)
-    if who.offloading is not None:
-        disk = (out / f"disk-{who.label}").resolve()
-        ours = who.offloading.is_ours
-        log = out / f"{who.label}-lmcache.log"
+    if who.tier == NATIVE:
+        args += ["--kv-offloading-size", f"{place.dram_gib:.3f}"]
+    if who.tier == LMCACHE:
+        offloading = FCFS if who.order == "fcfs" else CONTINUUM
+        folder = TemporaryDirectory(dir=out, prefix=f"disk-{who.label}-", ignore_cleanup_errors=True)
+        disk, log = Path(until.enter_context(folder)).resolve(), out / f"{who.label}-lmcache.log"
+        ours = offloading.is_ours
         mp = until.enter_context(serve_mp(place.dram_gib, disk, log, module=ours, disk_gb=place.ssd_gb))
-        args += ["--kv-transfer-config", json.dumps(who.offloading.transfer_config(mp))]
+        args += ["--kv-transfer-config", json.dumps(offloading.transfer_config(mp))]
     log = out / f"{who.label}-server.log"
-    serving = serve(model, args, log=log, env=env, start_s=start_s, on_gpu=place.on_gpu)
+    serving = serve(bench.model, args, log=log, env=env, start_s=start_s, on_gpu=place.on_gpu)
     return until.enter_context(serving)

@@ -14,7 +14,7 @@ from experiments.gpu.agents import FIGURES
 from experiments.tables import markdown
 
 Rows = Mapping[str, Mapping[str, Any]]
-TOKENS = ("exact", "native", "rounding")
+TOKENS = ("exact", "native", "windows", "rounding")
 LEVEL = {"tpot_s": "a token", "first_ttft_s": "first token of a first turn", "later_ttft_s": "of a later one"}
 
 
@@ -38,7 +38,7 @@ def sections(rows: Rows, setting: Mapping[str, Any], out: Path) -> Iterator[str]
     if (out / "profile.yaml").exists() and "profile" in rows:
         yield "## What it costs"
         yield from profile_of(yaml.safe_load((out / "profile.yaml").read_text()))
-    if pairs := rows.get("agents", {}).get("level"):
+    if pairs := rows.get("level", {}).get("rows"):
         yield "## Where memory is ample"
         yield markdown(level_table(pairs))
     if live := rows.get("agents", {}).get("rows"):
