@@ -28,7 +28,7 @@ from experiments.server import ROOT, reserved_port
 
 pytestmark = pytest.mark.real
 
-PROMPT = ids(832, 1)  # 3 chunks and a half block
+PROMPTS = [ids(832, seed) for seed in range(1, 5)]  # 3 chunks and a half block
 SHIPPED = json.loads((ROOT / "lmcache.json").read_text())
 COMMANDS = ("ls -l", "echo done", "sleep 0.5", "sleep 0.5 && ls", "cd / && python3 -c pass")
 STEPS = 16
@@ -95,26 +95,28 @@ def from_dram(server: Server) -> float:
 
 
 def reloads(server: Server) -> bool:
-    """Whether the prompt comes from DRAM once the GPU has lost it; LMCache stores it some time after."""
+    """Whether all prompts come from DRAM once the GPU has lost them; LMCache stores them some time after."""
     reset = f"{server.url}/reset_prefix_cache"
     HTTP.post(reset).raise_for_status()  # ends pins
     server.usage_becomes(0.0)
     HTTP.post(reset).raise_for_status()
     before = from_dram(server)
-    server.complete(PROMPT, is_last_step=True)
-    return from_dram(server) > before
+    for prompt in PROMPTS:
+        server.complete(prompt, is_last_step=True)
+    return from_dram(server) - before >= len(PROMPTS) * 3 * 256
 
 
 def test_one_command_starts_lmcaches_server_and_a_second_engine_shares_it(
     first: First, model: Path, tmp_path: Path
 ) -> None:
-    """The second engine's file is one for LMCache in one process."""
+    """The second engine's file is one for LMCache in one process. It computes a prompt if LMCache's server,
+    on a machine with other work, is too slow to answer: so it has more than one to find."""
     (process,) = servers_at(first.lmcache_port)
     log, disk = first.folder / "server.log", first.folder / "kv" / "deep"
     said = next(line for line in log.read_text().splitlines() if "LMCache's server on port" in line)
     assert said.count(f'"base_path": "{disk}/"') == 1 and "--chunk-size 256" in said
     assert "without effect: local_device" in said
-    output = first.complete(PROMPT, is_last_step=True).output
+    outputs = [first.complete(prompt, is_last_step=True).output for prompt in PROMPTS]
     wait_for(lambda: reloads(first), "a load from DRAM", every_s=0.5)
     wait_for(lambda: any(disk.iterdir()), "something is on the disk")
     old = arguments(tmp_path, "LMCacheConnectorV1", {"lmcache.mp.port": first.lmcache_port})
@@ -124,7 +126,8 @@ def test_one_command_starts_lmcaches_server_and_a_second_engine_shares_it(
         assert f"runs on port {first.lmcache_port} already and is used as it is" in other_log.read_text()
         other = Server(other_url)
         assert other.metric("continuum_policy_info", policy="continuum") == 1, "before the first request"
-        assert other.complete(PROMPT, is_last_step=True).output == output and from_dram(other) > 0
+        found = [other.complete(prompt, is_last_step=True).output for prompt in PROMPTS]
+        assert found == outputs and from_dram(other) > 0, other_log.read_text()
 
 
 # a real agent -----------------------------------------------------------------
