@@ -72,13 +72,24 @@ def test_what_a_stage_started_ends_with_it() -> None:
 
 
 def test_a_check_that_is_asked_to_stop_takes_its_stages_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "experiments.gpu_check", "--only", "cost", "--out", str(tmp_path)]
-    check = subprocess.Popen(command, cwd=gpu_check.ROOT, stderr=subprocess.DEVNULL)
+    python = tmp_path / "python"  # of the stage
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    code = f"""
+import sys
+from experiments import gpu_check
+sys.executable = {str(python)!r}
+gpu_check.checked = lambda _, chosen, limit_s, out, *more: gpu_check.run_stage(chosen[0], out, limit_s)
+gpu_check.app()
+"""
+    check = subprocess.Popen([sys.executable, "-c", code, "--out", str(tmp_path)], cwd=gpu_check.ROOT)
     wait_for(lambda: psutil.Process(check.pid).children(), "a stage runs")
     started = psutil.Process(check.pid).children()
     check.terminate()
     check.wait(PATIENCE_S)
-    _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
+    _, alive = psutil.wait_procs(started, timeout=30)
+    for process in alive:
+        process.kill()
     assert not alive
 
 
