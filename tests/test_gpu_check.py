@@ -83,8 +83,9 @@ gpu_check.checked = lambda _, chosen, limit_s, out, *more: gpu_check.run_stage(c
 gpu_check.app()
 """
     check = subprocess.Popen([sys.executable, "-c", code, "--out", str(tmp_path)], cwd=gpu_check.ROOT)
-    wait_for(lambda: psutil.Process(check.pid).children(), "a stage runs")
-    started = psutil.Process(check.pid).children()
+    parent = psutil.Process(check.pid)
+    wait_for(lambda: [p.name() for p in parent.children()] == ["sleep"], "a stage runs")
+    started = parent.children()
     check.terminate()
     check.wait(PATIENCE_S)
     _, alive = psutil.wait_procs(started, timeout=30)
@@ -110,6 +111,16 @@ def test_the_queue_goes_on_with_the_stages_that_have_not_passed(tmp_path: Path) 
     assert ran.exit_code == 0 and "versions: ok" in ran.output and "exact" not in ran.output
     ran = CliRunner().invoke(app, ["--queue", "--out", str(tmp_path)])
     assert ran.exit_code == 0 and "every stage has passed" in ran.output
+
+
+@pytest.mark.parametrize("failed", ["", "continuum, 24 sessions: no time was left"])
+def test_sessions_are_simulated_again_until_all_are_measured(
+    failed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "agents.json").write_text(json.dumps({"rows": [], "failed": failed}))
+    monkeypatch.setattr(agents, "simulated", lambda *_: [])
+    found = gpu_check.simulated(gpu_check.Job(place.CPU, tmp_path, 60.0))
+    assert found["failed"] == (failed and "agents has not passed")
 
 
 def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_path: Path) -> None:
