@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from experiments.server import CPU_ENV, GPU_ENV, reserved_port
-from experiments.tiny_model import CONFIG, KV_BYTES_PER_TOKEN, WINDOWS, make_model
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, MODELS, make_model
 
 WORK = Path(__file__).parents[1] / ".work"
 CHUNK = 256  # LMCache's
@@ -46,7 +46,6 @@ EVICTED_S = 1.1  # LMCache's server evicts once a second; on a GPU a program is 
 EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
 LMCACHE, NATIVE = "lmcache", "native"  # below the GPU; vLLM's own has a worker for GPUs alone
-MODELS = {"tiny-model": CONFIG, "tiny-windows": WINDOWS}  # by folder in .work
 WAYS = {LMCACHE: ("gpu", "dram", "ssd", "preemptions"), NATIVE: ("gpu", "dram", "preemptions")}
 RETRIED = 3  # every so many programs, one with a first prompt of whole chunks repeats it exactly
 
@@ -276,7 +275,8 @@ def checked(
         until.callback(llm.llm_engine.engine_core.shutdown)
         played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS[tier], EVICTED_S if device == "cuda" else 0.0)
         found = sources(llm)
-    figures = {name: figures_of(turns_off(of, reference(device, model))) for name, of in played.items()}
+    plain = reference(device, model)
+    figures = {name: figures_of(turns_off(of, plain)) for name, of in played.items()}
     missing = [way for way in WAYS[tier] if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
     failed += wrong(figures, EXACT[device] if dtype == "float32" else None)

@@ -45,9 +45,10 @@ import psutil
 import typer
 from rich.console import Console
 
+from continuum_lmcache.vllm_plugin.files import write_whole
 from experiments.gpu.place import PLACES, Place, device_here, facts, model_for, settings
 from experiments.server import unwind_on_sigterm
-from experiments.tiny_model import make_model
+from experiments.tiny_model import MODELS, make_model
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".work"
@@ -94,7 +95,7 @@ def tokens(job: Job, dtype: str, tier: str, model: str = "tiny-model") -> dict[s
 
 
 def profile(job: Job, name: str, share: float, *options: str) -> dict[str, Any]:
-    """Runs profiles.measure by its command line; the result is its file."""
+    """Runs profiles.measure for a `share` of the limit, beside the engine's start; the result is its file."""
     command = [sys.executable, "-m", "profiles.measure", "--model", str(model_for(job.place, WORK))]
     command += ["--out", str(job.out / name), "--force", "--budget-s", f"{share * job.limit_s:.0f}"]
     command += ["--dtype", job.place.dtype, *options]
@@ -114,7 +115,7 @@ def live(job: Job, name: str) -> dict[str, Any]:
     bench = agents.Bench(job.place, model_for(job.place, WORK), job.profile, job.out, until_s)
     run = {"level": agents.level, "agents": agents.measured}[name]
     left = job.out / f"{name}.json"  # with --queue alone
-    return run(bench, partial(save, job, name), json.loads(left.read_text()) if left.exists() else {})
+    return run(bench, partial(save, job.out, name), json.loads(left.read_text()) if left.exists() else {})
 
 
 def simulated(job: Job) -> dict[str, Any]:
@@ -131,8 +132,9 @@ def cost(job: Job) -> dict[str, Any]:  # noqa: ARG001 (every stage is given a jo
     return {"table": measured(((1, 0), (16, 0), (256, 0)), rounds=30, repeats=3), "failed": ""}
 
 
-def save(job: Job, stage: str, found: Mapping[str, Any]) -> None:
-    (job.out / f"{stage}.json").write_text(json.dumps(found, indent=1) + "\n")
+def save(out: Path, stage: str, found: Mapping[str, Any]) -> None:
+    """Whole: a stage may be killed at any moment, and the next run goes on from this file."""
+    write_whole(out / f"{stage}.json", [json.dumps(found, indent=1), "\n"])
 
 
 STAGES = {
@@ -210,7 +212,7 @@ def run_stage(name: str, out: Path, limit_s: float, goes_on: bool = False) -> di
         errors = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
         row["failed"] = f"{why}; {errors[-1][:300] if errors else f'see {log.name}'}"
     row["seconds"] = round(time.monotonic() - begun_s, 1)
-    found.write_text(json.dumps(row, indent=1) + "\n")
+    save(out, name, row)
     return row
 
 
@@ -248,7 +250,7 @@ def main(
         raise typer.Exit
     if stage_limit_s:  # this is a stage's own process
         job = Job(place, out, stage_limit_s)
-        save(job, chosen[0], STAGES[chosen[0]].run(job))
+        save(out, chosen[0], STAGES[chosen[0]].run(job))
         sys.stdout.flush()
         os._exit(0)  # no finalizers: an engine's may hang
     raise typer.Exit(checked(place, chosen, 60 * minutes, out, queue))
@@ -256,7 +258,6 @@ def main(
 
 def checked(place: Place, chosen: list[str], limit_s: float, out: Path, goes_on: bool = False) -> bool:
     """Run the stages and write the page after each; whether anything failed."""
-    from experiments.exactness import MODELS
     from experiments.gpu.page import write
 
     console, end_s = Console(), time.monotonic() + limit_s

@@ -54,6 +54,7 @@ WINDOWS = CONFIG | {  # every other layer sees the last 512 tokens; transformers
     "layer_types": ["sliding_attention", "full_attention"] * 4,
     "sliding_window": 512,
 }
+MODELS = {"tiny-model": CONFIG, "tiny-windows": WINDOWS}  # by folder in .work
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

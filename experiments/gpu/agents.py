@@ -2,9 +2,9 @@
 
 Every contender is a separate server. As many as fit into the GPU's memory start together, on a CPU the first
 two; then each in turn gets the same load while the others are idle, on a CPU frozen by SIGSTOP, so that they
-take none of it. First (`level`) a few programs that the memory holds, in pairs against stock vLLM. Then
-(`live`) more live sessions than the KV cache holds, with an agent's programs. What an earlier run measured is
-kept. The stage `simulated` plays the same sessions in the simulator, from the profile that was measured.
+take none of it. `level`: a few programs that the memory holds, in pairs against stock vLLM. `measured`: more
+live sessions than the KV cache holds, with an agent's programs. What an earlier run measured is kept.
+`simulated` plays the same sessions in the simulator, from the profile that was measured.
 """
 
 from __future__ import annotations
@@ -165,8 +165,7 @@ def measured(bench: Bench, save: Save, earlier: Mapping[str, Any]) -> dict[str, 
 
 def level(bench: Bench, save: Save, earlier: Mapping[str, Any]) -> dict[str, Any]:
     """Pairs of the first two contenders, in turn (A B, B A, ...), with programs that no cache holds, and as
-    many at once as the memory holds. As `measured`. The first pair warms up. Times are in seconds.
-    """
+    many at once as the memory holds. Arguments as of `measured`. The first pair warms up. Times: seconds."""
     rows = [*earlier.get("rows", ())]
     held = [n for n in LEVEL_SESSIONS if n * sum((*PAIR_TOKENS, *PAIR_OUTPUTS)) <= bench.place.kv_tokens]
     done = {(row["sessions"], row["pair"]) for row in rows}
@@ -294,8 +293,7 @@ def written(found: Sequence[Program], path: Path) -> Path:
 
 def groups(place: Place, sessions: int, done: Collection[tuple[str, int]]) -> list[tuple[Contender, ...]]:
     """Those without a row that start together: of one tier, as many as fit the GPU's memory; on a CPU the
-    first two, then one at a time. vLLM refuses its own offloading on a CPU.
-    """
+    first two, then one at a time. vLLM refuses its own offloading on a CPU."""
     able = CONTENDERS if place.on_gpu else [who for who in CONTENDERS if who.tier != NATIVE]
     left = [who for who in able if (who.label, sessions) not in done]
     if place.on_gpu:
