@@ -134,30 +134,29 @@ class Engine:
         """A request is here: find its program, learn from its tool gap, and let it run or wait in line.
 
         A further request of a name whose turn is live is no next turn: it is one of n answers, of a list or a
-        group, or other people's. It counts as a request without a name, else they all had the program's
-        place; and it waits in line, else new programs would wait there for what is left.
+        group, or other people's. It counts as a request without a name, else all had the program's place.
         """
         fields, link = new.fields, None
         name = program_id(fields.job_id, new.tenant) if fields.job_id is not None else None
-        if is_further := name is not None and self.programs.live_turn(name) is not None:
+        if name is not None and self.programs.live_turn(name) is not None:
             fields, name = replace(fields, job_id=None), None
         if name is None and new.may_be_linked:
             link = self._linker.find_link(prompt, fields)
             name = link.program if link is not None else None
         new = replace(new, fields=fields)
         if name is None:
-            self._add_one_turn(now_s, new, prompt, is_further)
+            self._add_one_turn(now_s, new, prompt)
             return []
         return [self._add_turn(now_s, name, new, prompt, link)]
 
-    def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt, is_further: bool) -> None:
-        """The request counts as a program that ends with it."""
+    def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> None:
+        """The request counts as a program that ends with it, and needs no place."""
         name = ProgramId(f"~{new.id}")
         while name in self.programs.records:  # its client has used the id before
             name = ProgramId(f"{name}~")
         program = self.programs.add(now_s, name, new.tenant, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
-        self._queue_or_line_up(now_s, program, new, prompt, None, exempt=not is_further)
+        self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
 
     def _add_turn(
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
@@ -220,6 +219,7 @@ class Engine:
         if not program.turns:  # else it found what its own last turn left
             self.admission.on_prefix_hit(program, hashes, found_tokens)
         if program.is_one_turn:
+            self.programs.running_singles[program.id] = program
             return []
         self.pins.turn_stopped_waiting(program.id)
         prompt_tokens = prompt.num_prompt_tokens
@@ -265,6 +265,7 @@ class Engine:
         self.load_policy.on_turn_end(turn.id)
         program = turn.program
         if turn.started_s is not None:
+            self.admission.on_turn_end(now_s)
             program.attained_tokens += end.context_tokens - turn.found_tokens
         if program.is_one_turn:
             self.programs.remove_turn(now_s, program)

@@ -131,5 +131,5 @@ class QueueEntry:
     priority: int  # the client's, lower first (vLLM's convention); 0 unless honor_priority
     program_arrival_s: float
     turn_arrival_s: float
-    program_since_s: float  # when it got its place in the order: its arrival, or when it was last let in
+    program_since_s: float  # when it came, or last came to wait for a place
     attained_tokens: int  # tokens computed for the program so far

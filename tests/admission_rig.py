@@ -38,10 +38,14 @@ class AdmissionRig:
         self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt or turns > 0)
         return program.stage is Stage.ACTIVE
 
-    def add_request(self, name: ProgramId, prompt_tokens: int, hashes: Sequence[Hashable] = ()) -> None:
-        """A request without a program."""
-        program = self._arrived(0.0, name, one_turn=True)
-        self.admission.on_arrival(0.0, program, prompt_tokens, hashes=hashes, exempt=True)
+    def add_request(
+        self, name: ProgramId, prompt_tokens: int, now_s: float = 0.0, runs: bool = True
+    ) -> None:
+        """A request without a program. It runs, or is in vLLM's queue."""
+        program = self._arrived(now_s, name, one_turn=True)
+        self.admission.on_arrival(now_s, program, prompt_tokens, exempt=True)
+        if runs:
+            self.programs.running_singles[name] = program
 
     def _arrived(self, now_s: float, name: ProgramId, one_turn: bool, tenant: str = "") -> Program:
         program = self.programs.add(now_s, name, tenant, now_s, one_turn)
@@ -67,6 +71,7 @@ class AdmissionRig:
     ) -> None:
         """The turn ends in a tool call."""
         program, programs = self.programs.records[name], self.programs
+        self.admission.on_turn_end(now_s)
         waiting = [p.line_since_s for p in programs.records.values() if p.stage is Stage.IN_LINE]
         yields = self.admission.gives_up_place(now_s, program, tokens, reload_s, gap_s, waiting)
         ended = FinishedTurn(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens))
@@ -80,6 +85,8 @@ class AdmissionRig:
         if not finished_turns:
             self.programs.expect_again(program)
             self.programs.remove_turn(0.0, program)
+            if program.is_one_turn:
+                self.programs.drop(program)
         else:
             program.turns = finished_turns
             self.programs.count_end(program)

@@ -7,16 +7,21 @@ much as they can, one more program makes all of them reload or recompute. In the
 Two limits: the active programs' KV must fit the GPU, that of all started ones the GPU or a tier (table.py).
 A program keeps its place for a slice. Once a turn has waited for `max_hold_s`, who has had a slice goes
 to the line's end. Where a place is not worth a tool gap, everybody does at every turn's end
-(docs/decisions/0009). No clock: times are arguments. Nothing here moves a block.
+(docs/decisions/0009). Requests without a name have no place: they run as memory is free. Those that run and
+came before the line's head take room from it, those that came after it do not, else they could hold it back
+for ever. Nobody stands in the line for longer than the bound that was shown when the turn came.
+No clock: times are arguments. Nothing here moves a block.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
@@ -30,7 +35,9 @@ SLICE_TURNS = 5  # at least: so at most a fifth of the turns wait in the line
 REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
 LEAST_GAP_S = 1.0  # and if the gap is no shorter: at 0.3 s a burst of programs ended a quarter later (LOG.md)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
+KEEPS = 1.25  # times each limit of the choice between places and sharing, before it changes back
 RATE_TURNS = 32  # the latest, whose ends give the rate of turns
+BOUND_HOLDS_S = 0.5  # for so long the bound of waits is not computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,14 @@ class KVCapacity:
 
     gpu_tokens: int  # for the active programs
     tier_tokens: int = 0  # for all started ones, if more than the GPU has: the largest cheap tier's
+
+
+class EndedInCall(NamedTuple):
+    """A turn that ended in a tool call."""
+
+    at_s: float
+    gap_s: float  # the tool's mean gap
+    refill_s: float  # the time in which such contexts fill the GPU's cache again
 
 
 @dataclass(slots=True)
@@ -52,7 +67,9 @@ class AdmissionController:
     eta: Callable[[], float] = lambda: 0.0  # of eq. 2: near 1 if who began earlier is nearer the end
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
     _turn_ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_TURNS))
+    _calls: deque[EndedInCall] = field(default_factory=lambda: deque(maxlen=RATE_TURNS))
     _shares_waits: bool = False  # nobody keeps a place, and nobody stands in the line
+    _bound: tuple[float, float] = (-math.inf, 0.0)  # of waits: when it was computed, and its seconds
     _lines: OrderedDict[str, list[tuple[int, float, ProgramId]]] = field(default_factory=OrderedDict)
     """By tenant, whose turn it is first: a heap by priority and arrival, not empty."""
 
@@ -73,9 +90,11 @@ class AdmissionController:
         if program.stage is Stage.AWAY or exempt:
             self.programs.queue_turn(program, prompt_tokens, head)
             return
-        self.programs.line_up(now_s, program, prompt_tokens, priority, hashes)
+        if now_s - self._bound[0] >= BOUND_HOLDS_S:
+            self._bound = (now_s, self._line_s())
+        self.programs.line_up(now_s, program, prompt_tokens, priority, hashes, now_s + self._bound[1])
         heapq.heappush(self._lines.setdefault(program.tenant, []), (priority, now_s, program.id))
-        if not program.turns and not program.is_one_turn:
+        if not program.turns:
             self.programs.growth.add_first_prompt(max(0, prompt_tokens - head.tokens))
 
     def on_prefix_hit(self, program: Program, hashes: Sequence[Hashable], tokens: int) -> None:
@@ -99,11 +118,13 @@ class AdmissionController:
                 or self._shares_waits
                 or prompt_share < BUSY_SHARE
                 or fits_never
-                or need <= self.headroom_tokens
+                or need <= self._room_tokens(program.line_since_s)
+                or now_s >= program.starts_by_s
             ):
                 break
             self._pop(program.tenant)
-            program.since_s, program.turns_before_place = now_s, program.turns
+            program.since_s, program.order_s = now_s, program.line_since_s
+            program.turns_before_place = program.turns
             head = self.shared_prefixes.head(program.prompt_hashes)
             self.programs.queue_turn(program, program.context_tokens, head)
             found.append(program)
@@ -117,11 +138,16 @@ class AdmissionController:
 
     @property
     def headroom_tokens(self) -> float:
-        """The largest forecast that fits beside the started programs; below 0 where they are too many."""
+        """The largest forecast that fits beside all that have started; below 0 where they are too many."""
+        return self._room_tokens(math.inf)
+
+    def _room_tokens(self, came_s: float) -> float:
+        """The same for one that came then: later requests without a name take no room from it."""
         programs = self.programs
+        singles = sum(p.context_tokens for p in programs.running_singles.values() if p.arrival_s < came_s)
         fits = programs.growth.forecasts_that_fit(self.capacity.gpu_tokens)
         started_room = max(fits, self.capacity.tier_tokens) - programs.started_tokens
-        return min(started_room, fits - programs.active_tokens) - programs.heads.tokens
+        return min(started_room, fits - programs.active_tokens) - programs.heads.tokens - singles
 
     @property
     def tier_keeps_waiting(self) -> bool:
@@ -158,34 +184,40 @@ class AdmissionController:
         `reload_s`: what its context costs after a wait in the line. `gap_s`: the tool's mean gap.
         `waiting_since_s`: when each of the turns came that wait, in the line or in the queue.
 
-        In `refill_s` contexts like this one fill all of the GPU's cache again: the memory of one context
-        yields as much as the reload of one costs. So for a longer gap another program uses the memory better.
+        In a refill, contexts like these fill all of the GPU's cache again: the memory of one context
+        yields as much as the reload of one costs. So for longer gaps other programs use the memory better.
+        That is decided for all programs, by the means of the latest turns.
         """
-        self._turn_ends_s.append(now_s)
-        is_waited_for = bool(waiting_since_s)
-        has_tier = self.capacity.tier_tokens > self.capacity.gpu_tokens
         refill_s = reload_s * self.capacity.gpu_tokens / max(1, context_tokens)
-        is_worth_gap = has_tier or gap_s < LEAST_GAP_S or refill_s >= REFILL_GAPS * gap_s
-        self._shares_waits = not is_worth_gap and self._can_share(len(waiting_since_s))
+        self._calls.append(EndedInCall(now_s, gap_s, refill_s))
+        is_waited_for = bool(waiting_since_s)
+        self._shares_waits = self._is_worth_sharing(len(waiting_since_s))
         if self._shares_waits or not is_waited_for:
             return is_waited_for
         has_had_turns = program.turns + 1 - program.turns_before_place >= SLICE_TURNS
         has_had_slice = has_had_turns and now_s - program.since_s >= self.slice_s(reload_s)
         return has_had_slice and now_s - min(waiting_since_s) >= self.hold_s
 
-    def _can_share(self, waiting: int) -> bool:
-        """Whether first tokens come in time where all turns wait equally long.
+    def on_turn_end(self, now_s: float) -> None:
+        """A turn ended that had run, a program's or a request without a name."""
+        self._turn_ends_s.append(now_s)
+
+    def _is_worth_sharing(self, waiting: int) -> bool:
+        """Whether places are not worth tool gaps, and first tokens come in time where all wait equally long.
 
         The mean wait is the number of waiting turns over turns a second, whoever waits (J. D. C. Little,
         Operations Research 9(3), 1961).
         """
-        return LONGEST_WAITS * waiting * self._turn_s < self.first_token_limit_s
-
-    @property
-    def _turn_s(self) -> float:
-        """Mean time between the latest turns' ends, of which a step may have many; 0 before the second."""
-        ends_s = self._turn_ends_s
-        return (ends_s[-1] - ends_s[0]) / max(1, sum(e > ends_s[0] for e in ends_s)) if ends_s else 0.0
+        if not waiting or self.capacity.tier_tokens > self.capacity.gpu_tokens:
+            return False
+        keeps = KEEPS if self._shares_waits else 1.0
+        gap_s, refill_s = sum(c.gap_s for c in self._calls), sum(c.refill_s for c in self._calls)
+        wait_s = LONGEST_WAITS * waiting * mean_time_s(self._turn_ends_s)
+        return (
+            gap_s * keeps >= LEAST_GAP_S * len(self._calls)
+            and refill_s < REFILL_GAPS * gap_s * keeps
+            and wait_s < self.first_token_limit_s * keeps
+        )
 
     @property
     def longest_wait_s(self) -> float:
@@ -193,10 +225,14 @@ class AdmissionController:
 
         0 where nobody waits and a usual program fits beside those with a place.
         """
-        growth = self.programs.growth
+        growth, programs = self.programs.growth, self.programs
         first_tokens = growth.forecast_tokens(round(growth.first_tokens), 0)
-        if not self.is_waited_for and first_tokens <= self.headroom_tokens:
-            return 0.0
+        is_queued = programs.in_stage[Stage.SINGLE] > len(programs.running_singles)
+        fits_now = not (self.is_waited_for or is_queued) and first_tokens <= self.headroom_tokens
+        return 0.0 if fits_now else self._line_s()
+
+    def _line_s(self) -> float:
+        """The same for one that must stand in the line."""
         programs, started = self.programs, self.programs.started
         latest_first = reversed(programs.records.values())  # so it ends before thousands that are overdue
         has_place = (p for p in latest_first if p.stage in (Stage.ACTIVE, Stage.AWAY))
@@ -205,7 +241,8 @@ class AdmissionController:
         of_one = min(programs.in_stage[Stage.IN_LINE], max(map(len, self._lines.values()), default=0))
         rounds = 1 + len(tenants) * of_one // max(1, started)
         slice_s = self.slice_s(max((p.reload_s for p in placed), default=0.0))
-        return self.hold_s + rounds * max(slice_s, SLICE_TURNS * started * self._turn_s)
+        turns_s = SLICE_TURNS * started * mean_time_s([call.at_s for call in self._calls])
+        return self.hold_s + rounds * max(slice_s, turns_s)
 
     # -----------------------------------------------------------------------
 
@@ -213,8 +250,7 @@ class AdmissionController:
         """What the program in line would add to the started ones, in tokens."""
         head = self.shared_prefixes.head(program.prompt_hashes)
         own_tokens = max(0, program.context_tokens - head.tokens)
-        grows = not program.is_one_turn
-        need = self.programs.growth.forecast_tokens(own_tokens, program.turns) if grows else own_tokens
+        need = self.programs.growth.forecast_tokens(own_tokens, program.turns)
         return need + (0 if head in self.programs.heads else head.tokens)
 
     @property
@@ -241,3 +277,8 @@ class AdmissionController:
             del self._lines[tenant]
         elif not has_left:
             self._lines.move_to_end(tenant)
+
+
+def mean_time_s(ends_s: Sequence[float]) -> float:
+    """Mean time between turns' ends, oldest first, of which a step may have many; 0 before the second."""
+    return (ends_s[-1] - ends_s[0]) / max(1, sum(e > ends_s[0] for e in ends_s)) if ends_s else 0.0

@@ -25,6 +25,7 @@ class Stage(Enum):
     IN_LINE = "in line"  # its turn waits until the program may start
     ACTIVE = "active"  # its turn is queued, loading or running
     AWAY = "away"  # in a tool call, expected back until `expected_until_s`
+    SINGLE = "single"  # a request without a name: it needs no place, and ends with its turn
     YIELDED = "yielded"  # in a tool call; its slice is over, and others wait for its place
     OVERDUE = "overdue"  # in a tool call, and not expected back any more
 
@@ -50,6 +51,7 @@ class Program:
     arrival_s: float
     seen_s: float
     since_s: float  # when it got its place; its arrival where no program waits for one
+    order_s: float  # its order among programs: when it came, or last came to wait for a place
     is_one_turn: bool = False  # a request without a program's name: it ends with its turn
     stage: Stage = Stage.IDLE
     turn: TurnId | None = None  # the live one
@@ -66,6 +68,7 @@ class Program:
     # its place in admission's line
     priority: int = 0
     line_since_s: float = 0.0
+    starts_by_s: float = math.inf  # the bound of its wait, from when it came
     prompt_hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
     # its size
     context_tokens: int = 0  # now, or of its prompt in the line

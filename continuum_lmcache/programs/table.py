@@ -3,6 +3,8 @@
     active    programs with a turn that is queued, loading or running: their KV must be on the GPU
     started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
+Requests without a name are neither: they have no place, and take room only while they run.
+
 No clock and no I/O: every event has its time as an argument. Pins: retention/pin_table.py.
 """
 
@@ -34,6 +36,7 @@ class ProgramTable:
     records: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
     in_stage: Counter[Stage] = field(default_factory=Counter)
     one_turn: int = 0  # records of requests without a name
+    running_singles: dict[ProgramId, Program] = field(default_factory=dict)  # of these, the running ones
     started_tokens: float = 0.0  # forecasts, without the heads that programs share
     active_tokens: float = 0.0
     heads: SharedPrefixesInUse = field(default_factory=SharedPrefixesInUse)  # of the started programs
@@ -49,7 +52,9 @@ class ProgramTable:
         """The program's record, a new one if it has none."""
         program = self.records.get(name)
         if program is None:
-            program = self.records[name] = Program(name, tenant, arrival_s, now_s, arrival_s, one_turn)
+            program = self.records[name] = Program(
+                name, tenant, arrival_s, now_s, arrival_s, arrival_s, one_turn
+            )
             self.in_stage[program.stage] += 1
             self.one_turn += one_turn
         return program
@@ -75,6 +80,7 @@ class ProgramTable:
         self.move(program, Stage.IDLE)
         self.in_stage[Stage.IDLE] -= 1
         self.one_turn -= program.is_one_turn
+        self.running_singles.pop(program.id, None)
         del self.records[program.id]
 
     # its turns -------------------------------------------------------------
@@ -93,13 +99,20 @@ class ProgramTable:
         program.context_tokens = max(program.context_tokens if is_counted else 0, prompt_tokens)
         program.ended_tokens = program.ended_tokens if is_counted else 0
         program.head = head
-        self.move(program, Stage.ACTIVE)
+        self.move(program, Stage.SINGLE if program.is_one_turn else Stage.ACTIVE)
 
     def line_up(
-        self, now_s: float, program: Program, prompt_tokens: int, priority: int, hashes: Sequence[Hashable]
+        self,
+        now_s: float,
+        program: Program,
+        prompt_tokens: int,
+        priority: int,
+        hashes: Sequence[Hashable],
+        starts_by_s: float,
     ) -> None:
         """The turn waits until its program may start."""
-        program.line_since_s, program.priority, program.prompt_hashes = now_s, priority, hashes
+        program.line_since_s, program.starts_by_s = now_s, starts_by_s
+        program.priority, program.prompt_hashes = priority, hashes
         program.context_tokens = prompt_tokens
         self.move(program, Stage.IN_LINE)
 
@@ -202,11 +215,13 @@ class ProgramTable:
         """Raise InvariantError unless each record is consistent and the sums are those of the records."""
         programs = self.records.values()
         for program in programs:
-            has_turn = program.stage in (Stage.IN_LINE, Stage.ACTIVE)
+            has_turn = program.stage in (Stage.IN_LINE, Stage.ACTIVE, Stage.SINGLE)
             if (program.turn is not None) is not has_turn or program.is_waiting > has_turn:
                 raise InvariantError(f"program {program.id!r} is {program.stage.value}, turn {program.turn}")
             if program.stage in UNCOUNTED and program.counted != NOT_COUNTED:
                 raise InvariantError(f"program {program.id!r} is {program.stage.value} and counted")
+            if (program.id in self.running_singles) > (program.stage is Stage.SINGLE):
+                raise InvariantError(f"request {program.id!r} runs, and is {program.stage.value}")
             if program.prompt_hashes and program.stage is not Stage.IN_LINE:
                 raise InvariantError(f"program {program.id!r} is {program.stage.value} and keeps a prompt")
         for name, summed, counted in (
@@ -227,11 +242,11 @@ class ProgramTable:
     def _counted(self, program: Program) -> Counted:
         if program.stage in UNCOUNTED:
             return NOT_COUNTED
-        if program.stage is Stage.IN_LINE:
+        if program.stage in (Stage.IN_LINE, Stage.SINGLE):
             return Counted(program.context_tokens)
         own_tokens, is_active = program.own_tokens, program.stage is Stage.ACTIVE
         # in its first tool gap a program has not shown that it returns: it counts with what it holds
-        grows = not program.is_one_turn and (is_active or program.turns != 1)
+        grows = is_active or program.turns != 1
         forecast = self.growth.forecast_tokens(own_tokens, program.turns) if grows else own_tokens
         return Counted(own_tokens, forecast, forecast if is_active else 0.0, program.head)
 

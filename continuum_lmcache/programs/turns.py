@@ -42,7 +42,7 @@ class Turn:
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:
         """The order in which turns keep scarce memory. Last steps end soon, so they are first."""
-        return (not self.fields.is_last_step, self.priority, self.program.since_s, self.arrival_s)
+        return (not self.fields.is_last_step, self.priority, self.program.order_s, self.arrival_s)
 
     def queue_entry(self, preempted: bool, pinned: bool) -> QueueEntry:
         """The values that its place in the waiting queue may depend on."""
@@ -52,7 +52,7 @@ class Turn:
             priority=self.priority,
             program_arrival_s=self.program.arrival_s,
             turn_arrival_s=self.arrival_s,
-            program_since_s=self.program.since_s,
+            program_since_s=self.program.order_s,
             attained_tokens=self.program.attained_tokens,
         )
 

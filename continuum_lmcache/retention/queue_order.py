@@ -8,8 +8,8 @@ Order = tuple[float, ...]
 
 
 def pinned_first(entry: QueueEntry) -> Order:
-    """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then the time at which the program got its
-    place: its arrival, until it has given one up (docs/decisions/0009).
+    """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then the time at which the program came,
+    or after it had given its place up came to wait for another (docs/decisions/0009).
 
     The client's priority comes first if `honor_priority` is set; else it is 0 for all.
     """
