@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
-from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of
+from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of, same_blocks
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
 from continuum_lmcache.programs.program import Program, Stage
-from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink, PromptLinker
-from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
+from continuum_lmcache.programs.prompt_linker import HashedPrompt, LinkableTurn, ProgramLink, PromptLinker
+from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefixIndex
 from continuum_lmcache.programs.table import ProgramTable
-from continuum_lmcache.programs.turns import Turn, TurnTable
+from continuum_lmcache.programs.turns import Turn, TurnTable, prompt_key
 from continuum_lmcache.reload.load_policy import Contention, LoadPolicy
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_renewal import PinRenewal
@@ -53,6 +53,8 @@ from continuum_lmcache.types import (
 )
 
 REFRESH_S = 10.0
+MOST_STRANGERS = 2  # requests that begin otherwise than their program: a title's and a topic's
+RETRY_S = 1.0  # equal requests that come sooner after each other are n answers, a list or a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,28 +135,85 @@ class Engine:
     def turn_arrived(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> list[Event]:
         """A request is here: find its program, learn from its tool gap, and let it run or wait in line.
 
-        A further request of a name whose turn is live is no next turn: it is one of n answers, of a list or a
-        group, or other people's. It counts as a request without a name, else all had the program's place.
+        One that is no program's next turn counts as a program that ends with it, and needs no place.
         """
-        fields, link = new.fields, None
-        name = program_id(fields.job_id, new.tenant) if fields.job_id is not None else None
-        if name is not None and self.programs.live_turn(name) is not None:
-            fields, name = replace(fields, job_id=None), None
-        if name is None and new.may_be_linked:
-            link = self._linker.find_link(prompt, fields)
-            name = link.program if link is not None else None
-        new = replace(new, fields=fields)
-        if name is None:
+        key = prompt_key(new.tenant, new.fields, prompt, self._hash_block_tokens)
+        twin = self.turns.get(self.turns.by_prompt.get(key, new.id))
+        events: list[Event] = []
+        if twin is not None and now_s - twin.arrival_s >= RETRY_S:
+            name, link = twin.program.id, twin.link
+            events.append(self._disown(now_s, twin))
+        elif (found := self._program_of(new, prompt)) is not None:
+            name, link = found
+        else:
             self._add_one_turn(now_s, new, prompt)
             return []
-        return [self._add_turn(now_s, name, new, prompt, link)]
+        events.append(self._add_turn(now_s, name, new, prompt, link))
+        self.turns[new.id].prompt = key
+        self.turns.by_prompt[key] = new.id
+        return events
+
+    def _program_of(self, new: NewTurn, prompt: HashedPrompt) -> tuple[ProgramId, ProgramLink | None] | None:
+        """The program whose next turn the request is, and the turn that its prompt continues, if it is known.
+
+        A name is checked against the prompt, since conversations may share one: a gateway's constant header,
+        a session's short requests beside its main turns, n answers to a prompt. Of the requests with a name
+        the one that continues the program's last turn is its next turn. So is a changed prompt, as after a
+        compaction, unless it begins with another block. If they all do, the head of its prompts changes.
+        The others are linked by their prompts alone. Once two conversations have shown the name, all are.
+        """
+        fields, program, same = new.fields, None, 0
+        if fields.job_id is not None:
+            name = program_id(fields.job_id, new.tenant)
+            program = self.programs.records.get(name)
+            if program is None:
+                return name, None
+            last, same = program.hashes, same_blocks(program.hashes, prompt.block_hashes)
+            if program.turn is not None or program.is_name_shared:
+                program = None
+            elif not last or (same and same + SLACK_BLOCKS >= len(last)):
+                program.strangers = 0
+                last_turn = program.linkable
+                return name, self._linker.take(prompt, last_turn) if last_turn is not None else None
+        link = self._linker.find_link(prompt, fields) if new.may_be_linked else None
+        if link is not None:
+            linked = self.programs.records.get(link.program)
+            if linked is None or (linked.turn is None and linked.linkable is link.turn):
+                return link.program, link
+            linked.is_name_shared = True  # it has gone on from another turn
+            return self._new_id(new), link
+        if program is None:
+            return None
+        program.strangers += not same
+        is_next = same or fields.is_last_step or program.strangers > MOST_STRANGERS
+        return (program.id, None) if is_next else None
+
+    def _disown(self, now_s: float, turn: Turn) -> TurnFinished:
+        """The turn's client has sent it again, and does not wait for this request any more: a proxy keeps it.
+        It counts as one without a name."""
+        program, was_waiting = turn.program, turn.started_s is None
+        finished = self._end_without_pin(now_s, turn, TurnEnd(False, program.context_tokens, 0))
+        turn.program = self.programs.add(now_s, self._new_id(turn), program.tenant, now_s, one_turn=True)
+        turn.link, turn.may_be_linked = None, False
+        self.programs.add_turn(now_s, turn.id, turn.program)
+        self.programs.queue_turn(turn.program, program.context_tokens, NO_HEAD)
+        if not was_waiting:
+            turn.program.is_waiting = False
+            self.programs.running_singles[turn.program.id] = turn.program
+        self.turns.preempted.discard(turn.id)
+        self.turns.to_rekey.add(turn.id)
+        return finished
+
+    def _new_id(self, request: NewTurn | Turn) -> ProgramId:
+        """Of a program that is not named."""
+        name = ProgramId(f"~{request.id}")
+        while name in self.programs.records:  # its client has used the id before
+            name = ProgramId(f"{name}~")
+        return name
 
     def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> None:
         """The request counts as a program that ends with it, and needs no place."""
-        name = ProgramId(f"~{new.id}")
-        while name in self.programs.records:  # its client has used the id before
-            name = ProgramId(f"{name}~")
-        program = self.programs.add(now_s, name, new.tenant, now_s, one_turn=True)
+        program = self.programs.add(now_s, self._new_id(new), new.tenant, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
         self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
 
@@ -171,7 +230,8 @@ class Engine:
             self.advisor.gaps.withdraw_lost(program.tool, program.tenant)
         self.programs.expect_again(program)
         # on another engine, or in a first turn that had no program's name
-        has_started = program.stage is Stage.IDLE and (fields.turns > 0 or link is not None)
+        is_new = program.stage is Stage.IDLE and program.left is None
+        has_started = fields.turns > program.turns or (is_new and link is not None)
         gap_s = self.programs.add_turn(now_s, new.id, program)
         elsewhere = max(fields.turns, ended.turns if ended is not None else 0)
         if elsewhere > program.turns:
@@ -179,6 +239,8 @@ class Engine:
             gap_s = None  # it was elsewhere
         elif link is not None:
             program.turns = max(program.turns, 1)  # the first one had no program
+            if link.turn.prompt_tokens == prompt.num_prompt_tokens:
+                gap_s = None  # the same prompt again: no tool ran
         self._queue_or_line_up(now_s, program, new, prompt, link, exempt=has_started)
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:
@@ -239,6 +301,9 @@ class Engine:
             prompt_tokens=prompt_tokens,
             found_tokens=found_tokens,
         )
+        if program.hashes:
+            same = same_blocks(program.hashes, hashes) / len(program.hashes)
+            program.repeated = (*program.repeated[1:], same)
         events += [PrefixLost(now_s, program.id, turn.id, loss) for loss in losses]
         return events + self._unpin(now_s, program.id, PinEnd.REUSED if uses_pin else PinEnd.DIVERGED)
 
@@ -289,7 +354,8 @@ class Engine:
         name, tenant = program.id, program.tenant
         tool = advisor.slowest(call.tools)
         blocks, number = len(call.block_ids), program.turns + 1
-        ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
+        repeated_share = program.repeated_share
+        ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant, repeated_share)
         outlook = advisor.outlook(tool, tenant)
         keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
         in_line_s = keep.reload_s  # what the program's KV costs after a wait in the line
@@ -315,8 +381,7 @@ class Engine:
             events.append(PinTaken(now_s, pin))
         if outlook.is_usually_last:  # after the pin: its blocks do not go first
             events.append(self._evict_first(now_s, turn, prompt))
-        if turn.fields.job_id is None:
-            self._note_linkable(turn, prompt)
+        program.linkable = self._note_linkable(turn, prompt) if turn.may_be_linked else None
         return events
 
     def _end_program(self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd) -> list[Event]:
@@ -353,10 +418,10 @@ class Engine:
             first_token_s=turn.first_token_s,
         )
 
-    def _note_linkable(self, turn: Turn, prompt: HashedPrompt) -> None:
-        """A prompt without a name may continue this turn."""
+    def _note_linkable(self, turn: Turn, prompt: HashedPrompt) -> LinkableTurn:
+        """A prompt without a name, or with a shared one, may continue this turn."""
         program, tokens = turn.program, turn.link.tokens if turn.link is not None else 0
-        self._linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
+        return self._linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
 
     def _evict_first(self, now_s: float, turn: Turn, prompt: HashedPrompt) -> EvictFirst:
         shared_tokens = self._shared_prefixes.head(prompt.block_hashes).tokens

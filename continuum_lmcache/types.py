@@ -74,6 +74,7 @@ class FinishedTurn:
     blocks: int  # GPU blocks that a pin would hold
     residency: Residency  # where the context would be found without the pin
     tenant: str = ""  # identity.tenant_of
+    repeated_share: float = 1.0  # of its program's kept contexts, by the latest returns
 
 
 @dataclass(frozen=True, slots=True)

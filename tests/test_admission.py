@@ -18,7 +18,7 @@ from continuum_lmcache.admission.controller import (
 )
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
-from continuum_lmcache.programs.program import Stage
+from continuum_lmcache.programs.program import STANDING_KEPT_S, Stage
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.types import ProgramId
 
@@ -349,16 +349,28 @@ def test_the_gauge_shows_no_wait_where_a_usual_program_starts_at_once() -> None:
     assert at.admission.longest_wait_s > 0.0, "nobody waits, and the memory is full"
 
 
-def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
+@pytest.mark.parametrize(("away_s", "first"), [(STANDING_KEPT_S, B), (STANDING_KEPT_S + 1, C)])
+def test_a_program_that_left_the_line_keeps_its_place_there_for_a_while(
+    away_s: float, first: ProgramId
+) -> None:
     at = admission()
     at.on_arrival(0.0, A, 90_000, exempt=True)
     at.on_arrival(0.0, B, 90_000)
     assert admitted(at, 0.0) == []
     at.remove_program(B)
     at.on_arrival(1.0, C, 90_000)
-    at.on_arrival(HOLD_S, B, 90_000)
+    at.on_arrival(away_s, B, 90_000)
     at.remove_program(A, finished_turns=1)
-    assert admitted(at, HOLD_S) == [C], "what B waited before it left does not count"
+    assert admitted(at, away_s)[0] == first
+
+
+def test_a_program_whose_turn_is_aborted_keeps_its_place() -> None:
+    at = admission()
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_arrival(1.0, B, 60_000)
+    at.remove_program(A)
+    assert at.on_arrival(2.0, A, 60_000), "it had a place, and came back in time"
 
 
 def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu() -> None:

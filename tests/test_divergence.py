@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
 
+from continuum_lmcache.engine import MOST_STRANGERS
 from continuum_lmcache.programs import table
 from continuum_lmcache.programs.divergence import LossCause, kept_hashes, losses_of, no_hashes, same_blocks
 from continuum_lmcache.programs.program import NOWHERE
@@ -154,7 +155,7 @@ def test_each_planted_change_is_recorded_and_counted(make: Make, tmp_path: Path)
     bench = make(400, transfer=fake_tiers(1.0))
     runs = {  # what a program sends, one prompt after the other
         "nothing": (HEAD + ASK, HEAD + ASK + [bench.sampled] + TOOL),
-        "header": ([1, 2, 3] + HEAD + ASK, [4, 5, 6] + HEAD + ASK),
+        "header": [[n, n, n] + HEAD + ASK for n in range(2 + MOST_STRANGERS)],  # the last is the program's
         "compaction": (HEAD + ASK + ANSWER, HEAD + ASK[:32] + TOOL),
     }
     for job, prompts in runs.items():

@@ -84,16 +84,20 @@ class AdmissionController:
     ) -> None:
         """A turn of the program is here: it may run, or waits in the line until `admit` starts the program.
 
-        A program with a place does not wait, nor an `exempt` one. `hashes`: of its prompt's whole blocks.
+        A program with a place does not wait, nor an `exempt` one. One whose turn left and comes again stands
+        where it stood. `hashes`: of its prompt's whole blocks.
         """
-        head = self.shared_prefixes.head(hashes)
-        if program.stage is Stage.AWAY or exempt:
+        head, kept = self.shared_prefixes.head(hashes), program.kept_stage(now_s)
+        if exempt or Stage.AWAY is program.stage or kept is Stage.ACTIVE:
             self.programs.queue_turn(program, prompt_tokens, head)
             return
-        if now_s - self._bound[0] >= BOUND_HOLDS_S:
-            self._bound = (now_s, self._line_s())
-        self.programs.line_up(now_s, program, prompt_tokens, priority, hashes, now_s + self._bound[1])
-        heapq.heappush(self._lines.setdefault(program.tenant, []), (priority, now_s, program.id))
+        if kept is not Stage.IN_LINE:
+            if now_s - self._bound[0] >= BOUND_HOLDS_S:
+                self._bound = (now_s, self._line_s())
+            program.line_since_s, program.starts_by_s = now_s, now_s + self._bound[1]
+        self.programs.line_up(program, prompt_tokens, priority, hashes)
+        place = (priority, program.line_since_s, program.id)
+        heapq.heappush(self._lines.setdefault(program.tenant, []), place)
         if not program.turns:
             self.programs.growth.add_first_prompt(max(0, prompt_tokens - head.tokens))
 

@@ -45,6 +45,11 @@ class ProgramFields:
     hint: str = ""  # a name that several programs may share; "": none
     tools: str = ""  # a digest of the offered tools; "": none
 
+    @property
+    def scope(self) -> tuple[str, str | None]:
+        """Prompts are linked only within it: those of one owner and one name, or without a name."""
+        return self.owner, self.job_id
+
 
 def parse(fields: Mapping[str, object]) -> ProgramFields:
     """Read the given fields of FIELDS. Raises RequestError with the problem and what to do."""

@@ -10,10 +10,12 @@ from enum import Enum
 from typing import NamedTuple
 
 from continuum_lmcache.programs.divergence import no_hashes
+from continuum_lmcache.programs.prompt_linker import LinkableTurn
 from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefix
 from continuum_lmcache.types import ProgramId, Residency, ToolKey, TurnId
 
 NOWHERE = Residency(0, 0, 0, 0)
+STANDING_KEPT_S = 300.0  # clients give up after so long without a first byte, and send the turn again
 
 
 class Stage(Enum):
@@ -28,6 +30,13 @@ class Stage(Enum):
     SINGLE = "single"  # a request without a name: it needs no place, and ends with its turn
     YIELDED = "yielded"  # in a tool call; its slice is over, and others wait for its place
     OVERDUE = "overdue"  # in a tool call, and not expected back any more
+
+
+class Left(NamedTuple):
+    """A program's turn was aborted or failed: where the program stood."""
+
+    stage: Stage
+    at_s: float
 
 
 class Counted(NamedTuple):
@@ -56,6 +65,9 @@ class Program:
     stage: Stage = Stage.IDLE
     turn: TurnId | None = None  # the live one
     is_waiting: bool = False  # that turn has not run yet
+    left: Left | None = None  # until its next turn comes
+    is_name_shared: bool = False  # other conversations have its name
+    strangers: int = 0  # requests with its name, one after the other, that continued nothing
     # its finished turns
     turns: int = 0
     turns_before_place: int = 0  # of these, before it got its place
@@ -65,6 +77,8 @@ class Program:
     residency: Residency = NOWHERE  # of its context, below the GPU, when it ended
     reload_s: float = 0.0  # what that context costs after a wait in the line
     hashes: array[int] = field(default_factory=no_hashes)  # of its whole blocks
+    linkable: LinkableTurn | None = None  # the last one, which a prompt may continue
+    repeated: tuple[float, float, float] = (1.0, 1.0, 1.0)  # shares of their contexts, by the latest returns
     # its place in admission's line
     priority: int = 0
     line_since_s: float = 0.0
@@ -83,6 +97,16 @@ class Program:
     def last_tokens(self) -> int:
         """The context of the last finished turn."""
         return self.residency.total_tokens
+
+    @property
+    def repeated_share(self) -> float:
+        """How much of its kept contexts its latest returns repeated, 0 to 1."""
+        return sum(self.repeated) / len(self.repeated)
+
+    def kept_stage(self, now_s: float) -> Stage | None:
+        """Where it stands still, if its last turn left not long ago."""
+        left = self.left
+        return left.stage if left is not None and now_s - left.at_s <= STANDING_KEPT_S else None
 
     @property
     def own_tokens(self) -> int:

@@ -12,6 +12,8 @@ prompt: other recent prompts end with them too.
 
 A hint, a name that a client gives to several of its programs, decides where that is ambiguous, as between
 two equal first prompts. It links a prompt that continues exactly one turn of that hint.
+
+Turns with a name are linked among those of the same name: several conversations may have it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ RECENT_PROMPTS = 16  # whose ends show how the template closes a prompt
 
 NO_FIELDS = ProgramFields()
 
-Key = tuple[Any, tuple[int, ...]]  # the hash and its owner, the tail
+Scope = tuple[str, str | None]  # ProgramFields.scope
+Key = tuple[Any, tuple[int, ...]]  # the hash and its scope, the tail
 
 
 class HashedPrompt(Protocol):
@@ -59,6 +62,12 @@ class LinkableTurn:
     ends: tuple[int, ...]  # the length of each key in tokens
     keys: tuple[Key, ...]  # the shortest first
     hint: tuple[str, str]  # with its owner; the hint "" is none
+    is_first: bool = False  # of its program: others may have the same prompt
+
+    def may_continue(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens that begins like this turn is its program's next one: one that
+        is longer, or the same again, whose answer its client may not have got."""
+        return self.prompt_tokens < tokens or (self.prompt_tokens == tokens and not self.is_first)
 
     def repeated_tokens(self, next_prompt_tokens: int) -> int:
         """How much a next prompt of that length may repeat: all, or the prompt if the history shrank."""
@@ -91,46 +100,48 @@ class PromptLinker:
         arrival_s: float,
         matched_tokens: int = 0,
         fields: ProgramFields = NO_FIELDS,
-    ) -> None:
+    ) -> LinkableTurn:
         """A turn ended. One shorter than a block is not kept; two equal ones are ambiguous.
 
         `matched_tokens`: those of its ProgramLink, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
-        opening_tokens = self._opening_tokens(request, fields.owner)
+        opening_tokens = self._opening_tokens(request, fields.scope)
         least = prompt_tokens - unstable_suffix(prompt_tokens, matched_tokens, opening_tokens)
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
-        keys = tuple(self._key(request, end, fields.owner) for end in ends)
+        keys = tuple(self._key(request, end, fields.scope) for end in ends)
         context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
-        self._keep(LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint))
+        is_first = not matched_tokens
+        turn = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint, is_first)
+        self._keep(turn)
+        return turn
 
     def find_link(self, request: HashedPrompt, fields: ProgramFields = NO_FIELDS) -> ProgramLink | None:
-        """The longest finished turn that this prompt extends; a repeated prompt extends nothing.
-
-        A turn is continued once: forks begin new programs.
-        """
+        """The longest finished turn that this prompt continues. A turn is continued once: forks begin new
+        programs, and so does a repeated first prompt."""
         hint = (fields.hint, fields.owner)
-        found = self._extended(request, fields.owner) or self._turn_of_hint(request, hint)
-        if found is None:
-            return None
-        self._forget(found)
-        tokens = found.repeated_tokens(len(request.all_token_ids))
-        return ProgramLink(found.program, found.arrival_s, tokens, found)
+        found = self._extended(request, fields.scope) or self._turn_of_hint(request, hint)
+        return self.take(request, found) if found is not None else None
+
+    def take(self, request: HashedPrompt, turn: LinkableTurn) -> ProgramLink:
+        """The prompt continues this turn, and no other prompt does."""
+        self._forget(turn)
+        tokens = turn.repeated_tokens(len(request.all_token_ids))
+        return ProgramLink(turn.program, turn.arrival_s, tokens, turn)
 
     def put_back(self, link: ProgramLink) -> None:
         """The prompt's turn did not end, so its client may send the prompt again."""
         self._keep(link.turn)
 
-    def _extended(self, request: HashedPrompt, owner: str) -> LinkableTurn | None:
+    def _extended(self, request: HashedPrompt, scope: Scope) -> LinkableTurn | None:
         """The longest turn that this prompt alone identifies."""
         for blocks in range(len(request.block_hashes), 0, -1):
-            tails = self._turns.get((request.block_hashes[blocks - 1], owner))
+            tails = self._turns.get((request.block_hashes[blocks - 1], scope))
             if tails is not None:
                 at = blocks * self._block_tokens
-                tail = longest_tail(tails, request.all_token_ids, at)
-                found = tails[tail] if tail is not None else None
-                if found is not None and found.prompt_tokens < len(request.all_token_ids):
+                found = with_longest_tail(tails, request.all_token_ids, at)
+                if found is not None:
                     return found
         return None
 
@@ -140,7 +151,7 @@ class PromptLinker:
         for turn in self._hinted.get(hint, ()):
             keys = zip(turn.ends, turn.keys, strict=True)
             repeats = [end for end, key in keys if self._is_prefix_of(request, end, key)]
-            if repeats and turn.prompt_tokens < len(tokens) and repeats[-1] >= reached:
+            if repeats and turn.may_continue(len(tokens)) and repeats[-1] >= reached:
                 best, reached = (turn if repeats[-1] > reached else None), repeats[-1]
         return best
 
@@ -164,12 +175,12 @@ class PromptLinker:
                         self._turns.get(shorter, {})[its_tail] = None
         return equal
 
-    def _key(self, request: HashedPrompt, end: int, owner: str) -> Key:
+    def _key(self, request: HashedPrompt, end: int, scope: Scope) -> Key:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
         tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
-        return (request.block_hashes[blocks - 1], owner), tail
+        return (request.block_hashes[blocks - 1], scope), tail
 
-    def _opening_tokens(self, request: HashedPrompt, owner: str) -> int:
+    def _opening_tokens(self, request: HashedPrompt, scope: Scope) -> int:
         """How many of the prompt's last tokens may open the answer; 0 if no recent prompt ends alike.
 
         The fewest tokens that it shares with another prompt's end are the template's, unless all these
@@ -178,7 +189,7 @@ class PromptLinker:
         prompt_tokens = request.num_prompt_tokens
         if prompt_tokens < self._block_tokens:
             return 0
-        prompt = self._key(request, prompt_tokens, owner)
+        prompt = self._key(request, prompt_tokens, scope)
         ending = tuple(request.all_token_ids[prompt_tokens - SUFFIX_TOKENS - 1 : prompt_tokens])
         shared = [common_ending(ending, other) for key, other in self._endings.items() if key != prompt]
         self._endings[prompt] = ending
@@ -229,12 +240,14 @@ def common_ending(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def longest_tail(
+def with_longest_tail(
     tails: dict[tuple[int, ...], LinkableTurn | None], tokens: Sequence[int], at: int
-) -> tuple[int, ...] | None:
-    """The longest of these tails that is in `tokens` at `at`, with more tokens after it."""
+) -> LinkableTurn | None:
+    """The turn with the longest tail that is in `tokens` at `at`, and that they may continue; None also where
+    it is ambiguous."""
     for tail in sorted(tails, key=len, reverse=True):
-        end = at + len(tail)
-        if end < len(tokens) and tuple(tokens[at:end]) == tail:
-            return tail
+        turn, end = tails[tail], at + len(tail)
+        is_there = end <= len(tokens) and tuple(tokens[at:end]) == tail
+        if is_there and (end < len(tokens) if turn is None else turn.may_continue(len(tokens))):
+            return turn
     return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.divergence import kept_hashes, no_hashes
-from continuum_lmcache.programs.program import NOT_COUNTED, Counted, Program, Stage
+from continuum_lmcache.programs.program import NOT_COUNTED, Counted, Left, Program, Stage
 from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefixesInUse
 from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
 
@@ -98,21 +98,14 @@ class ProgramTable:
         is_counted = program.stage in (Stage.ACTIVE, Stage.AWAY)
         program.context_tokens = max(program.context_tokens if is_counted else 0, prompt_tokens)
         program.ended_tokens = program.ended_tokens if is_counted else 0
-        program.head = head
+        program.head, program.left = head, None
         self.move(program, Stage.SINGLE if program.is_one_turn else Stage.ACTIVE)
 
     def line_up(
-        self,
-        now_s: float,
-        program: Program,
-        prompt_tokens: int,
-        priority: int,
-        hashes: Sequence[Hashable],
-        starts_by_s: float,
+        self, program: Program, prompt_tokens: int, priority: int, hashes: Sequence[Hashable]
     ) -> None:
         """The turn waits until its program may start."""
-        program.line_since_s, program.starts_by_s = now_s, starts_by_s
-        program.priority, program.prompt_hashes = priority, hashes
+        program.priority, program.prompt_hashes, program.left = priority, hashes, None
         program.context_tokens = prompt_tokens
         self.move(program, Stage.IN_LINE)
 
@@ -145,7 +138,8 @@ class ProgramTable:
         self._keep_hashes(program, kept_hashes(program.hashes, hashes))
 
     def remove_turn(self, now_s: float, program: Program) -> None:
-        """The turn failed or was aborted; the program may continue."""
+        """The turn failed or was aborted; the program may continue, and keeps its standing for a while."""
+        program.left = Left(program.stage, now_s)
         self._end_turn(now_s, program)
         self.move(program, Stage.IDLE)
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass
 
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.program import Program, Stage
-from continuum_lmcache.programs.prompt_linker import ProgramLink
+from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink
 from continuum_lmcache.types import QueueEntry, TurnId
+
+PromptKey = tuple[Hashable, ...]  # equal for equal prompts of one scope: `prompt_key`
+NO_PROMPT: PromptKey = ()
+
+
+def prompt_key(tenant: str, fields: ProgramFields, prompt: HashedPrompt, block_tokens: int) -> PromptKey:
+    """Of a prompt whose whole blocks of `block_tokens` have a hash that covers all before it."""
+    tokens, hashes = prompt.num_prompt_tokens, prompt.block_hashes
+    blocks = min(tokens // block_tokens, len(hashes))
+    tail = tuple(prompt.all_token_ids[max(blocks, tokens // block_tokens) * block_tokens : tokens])
+    return (tenant, *fields.scope, tokens, hashes[blocks - 1] if blocks else None, *tail)
 
 
 @dataclass(slots=True)
@@ -21,7 +32,8 @@ class Turn:
     arrival_s: float
     priority: int
     may_be_linked: bool = False  # without a name it may be a turn of a program
-    link: ProgramLink | None = None  # to the turn that it continues, if it names no program
+    link: ProgramLink | None = None  # to the turn that it continues
+    prompt: PromptKey = NO_PROMPT
     has_all_input: bool = False  # of a streaming session whose client has no more
     refused_s: float | None = None  # when it was first in the queue and there were no blocks
     started_s: float | None = None
@@ -62,6 +74,7 @@ class TurnTable(dict[TurnId, Turn]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.by_prompt: dict[PromptKey, TurnId] = {}  # programs' turns, of equal prompts the latest
         self.to_rekey: set[TurnId] = set()  # waiting turns whose key in the queue is out of date
         self.preempted: set[TurnId] = set()  # turns that ran and do not run now
         self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
@@ -72,7 +85,10 @@ class TurnTable(dict[TurnId, Turn]):
         self.preempted.discard(turn_id)
         self.refused_memory.discard(turn_id)
         self.without_token.discard(turn_id)
-        return self.pop(turn_id, None)
+        turn = self.pop(turn_id, None)
+        if turn is not None and self.by_prompt.get(turn.prompt) == turn_id:
+            del self.by_prompt[turn.prompt]
+        return turn
 
     def on_output(self, now_s: float, places: dict[str, int], sampled: Sequence[Sized]) -> None:
         """A step ended: note the turns that generated their first token in it. `sampled`: the tokens of each

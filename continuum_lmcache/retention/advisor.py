@@ -115,6 +115,8 @@ class RetentionAdvisor:
         reload_s = self.rates.costs.reload_s(turn.residency, self.survival.chances())
         if (outlook or self.outlook(turn.tool, turn.tenant)).keeps_no_memory:
             return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
+        if not self.features.evict_ended_programs:
+            turn = replace(turn, repeated_share=1.0)  # as in the paper
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(
             load,

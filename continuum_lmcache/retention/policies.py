@@ -22,6 +22,7 @@ from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
 
+DIVERGES = 0.5  # of what was kept, repeated: below, a program's own prompts are the reason for its TTL
 Retain = Callable[[FinishedTurn, ToolDurations, CostModel, EngineLoad, ContinuumConfig], Retention]
 PARAMETERS = {"retain": "turn, gaps, costs, load, config", "order": "entry"}
 
@@ -57,13 +58,15 @@ def continuum(
 
     A return in time saves T * eta of queueing and the reload. A negative eta (long programs
     become longer) lowers the benefit, as in the formula. While cold, eta is 1. For a program
-    that is away already, only the rest of the gap counts.
+    that is away already, only the rest of the gap counts. Beyond the paper, the benefit is multiplied by the
+    share of the kept contexts that the program's latest returns repeated.
     """
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
-    benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s
+    benefit_s = turn.repeated_share * (load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s)
     ttl_s = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    return retention_of(seen, ttl_s, benefit_s, "cold-start" if cold else "cdf", config, load.price)
+    reason = "diverges" if turn.repeated_share < DIVERGES else "cold-start" if cold else "cdf"
+    return retention_of(seen, ttl_s, benefit_s, reason, config, load.price)
 
 
 def static_ttl(
