@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,12 +39,18 @@ def balancer(scheduler: str = SCHEDULERS + "ContinuumScheduler", api_servers: in
 
 
 def turn(
-    number: int, job_id: str | None, *, salt: str | None = None, rank: int | None = None, **says: Any
+    number: int,
+    job_id: str | None,
+    *,
+    salt: str | None = None,
+    rank: int | None = None,
+    prompt: Sequence[int] = (1, 2, 3),
+    **says: Any,
 ) -> Any:
     fields = {**({"job_id": job_id} if job_id else {}), **says}
     return EngineCoreRequest(
         request_id=f"r{number}",
-        prompt_token_ids=[1, 2, 3],
+        prompt_token_ids=list(prompt),
         mm_features=None,
         sampling_params=SamplingParams(extra_args=fields or None),
         pooling_params=None,
@@ -55,9 +61,14 @@ def turn(
     )
 
 
-def sent(client: Any, *requests: Any) -> list[int]:
-    """The ranks, of requests that all stay unfinished."""
-    return [RANKS.index(client.get_core_engine_for_request(request)) for request in requests]
+def sent(client: Any, *requests: Any, ends: bool = True) -> list[int]:
+    """The ranks. Each request ends before the next one comes, or all stay unfinished."""
+    ranks = []
+    for request in requests:
+        ranks.append(RANKS.index(client.get_core_engine_for_request(request)))
+        if ends:
+            client.reqs_in_flight.pop(request.request_id)
+    return ranks
 
 
 def test_later_turns_go_where_the_first_one_went() -> None:
@@ -66,6 +77,27 @@ def test_later_turns_go_where_the_first_one_went() -> None:
     found = sent(client, *turns)
     assert sorted(found[:3]) == [0, 1, 2], "first turns are spread as vLLM spreads them"
     assert found == found[:3] * 4
+
+
+def test_a_name_that_conversations_share_spreads_them_as_vllm_does() -> None:
+    """A gateway's constant header, or rollouts of a group under one id."""
+    spread = Counter(sent(balancer(), *(turn(i, "shared") for i in range(60)), ends=False))
+    assert spread == {0: 20, 1: 20, 2: 20}
+
+
+def test_conversations_of_one_name_go_each_to_its_own_rank() -> None:
+    client = balancer()
+    stories = {n: list(range(n, n + 100)) for n in range(6)}
+    first = [sent(client, turn(n, "shared", prompt=story), ends=False)[0] for n, story in stories.items()]
+    assert set(first) == {0, 1, 2}
+    client.reqs_in_flight.clear()
+    later = [turn(10 + n, "shared", prompt=[*story, 7, 7]) for n, story in stories.items()]
+    assert sent(client, *later, ends=False) == first
+
+
+def test_two_api_servers_spread_a_name_that_conversations_share() -> None:
+    client = balancer(api_servers=2)
+    assert len(Counter(sent(client, *(turn(i, "shared") for i in range(60)), ends=False))) == 3
 
 
 def test_stock_vllm_would_have_dealt_them_out() -> None:
@@ -113,9 +145,9 @@ def test_a_home_that_was_scaled_away_is_left() -> None:
 
 def test_an_aborts_way_is_known_for_every_turn() -> None:
     client = balancer()
-    sent(client, turn(0, "p"), turn(1, "p"))
+    sent(client, turn(0, "p"), turn(1, "p"), ends=False)
     assert set(client.reqs_in_flight) == {"r0", "r1"}
-    assert client.engine_inflight[client.reqs_in_flight["r0"]] == 2
+    assert [client.engine_inflight[client.reqs_in_flight[r]] for r in ("r0", "r1")] == [1, 1]
 
 
 def test_a_name_that_cannot_be_used_does_not_stop_a_request() -> None:

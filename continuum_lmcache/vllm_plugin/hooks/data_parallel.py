@@ -3,16 +3,20 @@
 vLLM's load balancer picks the least busy rank for each request. A turn's pin may then be on one rank while
 the program's next turn runs on another. Here the first turn goes to vLLM's choice, and later
 ones to the same rank. API servers share no tables: where there are several, which is vLLM's default for
-N > 1, a program's rank is a keyed hash of its name. Requests without a program go to vLLM's choice, and
-so do requests that name a rank.
+N > 1, a name's first program goes to the rank of a keyed hash. Requests without a program go to vLLM's
+choice, and so do requests that name a rank.
+
+A name alone chooses no rank, since conversations may share it: while its turn is in flight, further requests
+go to vLLM's choice, and so does a prompt that does not repeat the end of the program's first one.
 
 Seam, checked on vLLM 0.30 to 0.33: DPLBAsyncMPClient.get_core_engine_for_request(request), .core_engines
 (by rank), .client_count, .reqs_in_flight, .vllm_config; EngineCoreRequest.sampling_params, .cache_salt,
-.session_id, .data_parallel_rank.
+.prompt_token_ids, .session_id, .data_parallel_rank.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
@@ -23,6 +27,34 @@ from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
 
 TABLE = "_continuum_homes"  # our attribute of vLLM's client
+MOST_HOMES = 16  # of one name
+REPEATED = 64, 32  # tokens before a first prompt's end: behind what programs share, before the opening
+
+
+@dataclass(slots=True)
+class Home:
+    """The rank of one conversation under a name."""
+
+    repeated: slice  # the place of tokens that all of its prompts have
+    tokens: int  # their hash
+    rank: int = 0
+    request_id: str = ""  # the latest turn's
+
+    @classmethod
+    def of(cls, request: Any) -> Home:
+        """Of the conversation that begins with this request."""
+        prompt_tokens = len(request.prompt_token_ids or ())
+        repeated = slice(*(max(0, prompt_tokens - before) for before in REPEATED))
+        return cls(repeated, tokens_at(request, repeated))
+
+    def is_of(self, request: Any) -> bool:
+        """Whether the request may be a turn of this conversation."""
+        return tokens_at(request, self.repeated) == self.tokens
+
+
+def tokens_at(request: Any, place: slice) -> int:
+    """A hash of these tokens of the prompt."""
+    return hash(tuple((request.prompt_token_ids or ())[place]))
 
 
 def install(schedulers: str) -> None:
@@ -39,17 +71,22 @@ def install(schedulers: str) -> None:
         if fields.job_id is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
         program = program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
-        homes: BoundedDict[bytes, int] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
+        table: BoundedDict[bytes, list[Home]] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
         name = digest(program, api_keys.secret())  # the table has no name that a client chose
-        if request.data_parallel_rank is None:
-            ranks, home = len(self.core_engines), homes.get(name)
-            if self.client_count > 1:
-                home = hashed_replica(program, range(ranks), api_keys.secret())
-            if home is not None and home < ranks:  # else it is gone: vLLM can scale down
-                request.data_parallel_rank = home
+        homes, ranks = table.pop(name, []), len(self.core_engines)
+        live = [home for home in homes if home.request_id in self.reqs_in_flight]
+        home = next((home for home in homes if home not in live and home.is_of(request)), None)
+        rank = home.rank if home is not None else None
+        if not homes and self.client_count > 1:
+            rank = hashed_replica(program, range(ranks), api_keys.secret())
+        if request.data_parallel_rank is None and rank is not None and rank < ranks:
+            request.data_parallel_rank = rank  # else it is gone: vLLM can scale down
         engine = stock(self, request)
+        if home is None:
+            homes.append(home := Home.of(request))
+        home.rank, home.request_id = self.core_engines.index(engine), request.request_id
         if fields.is_last_step:
-            homes.pop(name, None)
-        else:
-            homes[name] = self.core_engines.index(engine)
+            homes.remove(home)
+        if homes:
+            table[name] = homes[-MOST_HOMES:]
         return engine
