@@ -15,7 +15,7 @@ from continuum_lmcache.admission.controller import AdmissionController, KVCapaci
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of, same_blocks
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
-from continuum_lmcache.programs.program import Program, Stage
+from continuum_lmcache.programs.program import STANDING_KEPT_S, Program, Stage
 from continuum_lmcache.programs.prompt_linker import HashedPrompt, LinkableTurn, ProgramLink, PromptLinker
 from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefixIndex
 from continuum_lmcache.programs.table import ProgramTable
@@ -232,6 +232,10 @@ class Engine:
         # on another engine, or in a first turn that had no program's name
         is_new = program.stage is Stage.IDLE and program.left is None
         has_started = fields.turns > program.turns or (is_new and link is not None)
+        # the turn before was aborted although it looked like an end, or its answer was lost
+        is_repeat = link is not None and link.is_repeat(prompt.num_prompt_tokens)
+        finished_s = program.finished_s
+        has_started |= is_repeat and finished_s is not None and now_s - finished_s <= STANDING_KEPT_S
         gap_s = self.programs.add_turn(now_s, new.id, program)
         elsewhere = max(fields.turns, ended.turns if ended is not None else 0)
         if elsewhere > program.turns:
@@ -239,8 +243,7 @@ class Engine:
             gap_s = None  # it was elsewhere
         elif link is not None:
             program.turns = max(program.turns, 1)  # the first one had no program
-            if link.turn.prompt_tokens == prompt.num_prompt_tokens:
-                gap_s = None  # the same prompt again: no tool ran
+            gap_s = None if is_repeat else gap_s  # no tool ran
         self._queue_or_line_up(now_s, program, new, prompt, link, exempt=has_started)
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:

@@ -114,7 +114,7 @@ def test_a_new_program_waits_no_longer_than_the_gauge_says_whatever_others_send(
     model: Path, settings: Any, source: Any, tier: bool, has_agents: bool
 ) -> None:
     """Beside vLLM's own queue, in which it stands after the line: as long as with vLLM's own scheduler."""
-    settings()
+    settings(policy="continuum")
 
     def bench(scheduler: Any) -> Bench:
         if tier:
@@ -125,4 +125,4 @@ def test_a_new_program_waits_no_longer_than_the_gauge_says_whatever_others_send(
     wait_s, gauge_s = newcomers_wait_s(bench(ContinuumScheduler), source, has_agents)
     assert wait_s <= gauge_s + stock_s
     if not has_agents and source not in (several_answers, linked):  # nobody has a place
-        assert wait_s <= 1.2 * stock_s + 1
+        assert wait_s <= 1.5 * stock_s + 5

@@ -62,7 +62,7 @@ class LinkableTurn:
     ends: tuple[int, ...]  # the length of each key in tokens
     keys: tuple[Key, ...]  # the shortest first
     hint: tuple[str, str]  # with its owner; the hint "" is none
-    is_first: bool = False  # of its program: others may have the same prompt
+    is_first: bool = False  # of its program, without a name: others may have the same prompt
 
     def may_continue(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens that begins like this turn is its program's next one: one that
@@ -82,6 +82,10 @@ class ProgramLink:
     arrival_s: float  # the program's
     tokens: int  # of the prompt that count as that turn's
     turn: LinkableTurn
+
+    def is_repeat(self, prompt_tokens: int) -> bool:
+        """Whether the prompt is the turn's own again."""
+        return self.turn.prompt_tokens == prompt_tokens
 
 
 class PromptLinker:
@@ -112,7 +116,7 @@ class PromptLinker:
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         keys = tuple(self._key(request, end, fields.scope) for end in ends)
         context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
-        is_first = not matched_tokens
+        is_first = not matched_tokens and fields.job_id is None
         turn = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint, is_first)
         self._keep(turn)
         return turn
