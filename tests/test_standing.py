@@ -1,6 +1,6 @@
-"""A program's standing is its own, not a request's: a turn that left and comes again waits as if it had stayed.
+"""A program's standing is its own, not a request's: a turn that is sent again waits as if it had stayed.
 
-Every state in which a client may give up, on vLLM's own scheduler, in virtual time, beside a crowd of new programs.
+Every state in which a client may give up, on vLLM's own scheduler, in virtual time, beside new programs.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ STATES = [in_line, queued, loading, running, between_turns]
 
 
 def wait_s(bench: Bench, state: Callable[..., str], agent: Agent, ends: str, pause_s: float) -> float:
-    """How long the turn that is sent again waits; without an end the one that stayed, from the same time on."""
+    """How long the turn that is sent again waits; without an end, the one that stayed from then on."""
     crowd = Crowd(bench)
     sent = state(bench, crowd, agent)
     if ends == "aborted" and sent in bench.scheduler.requests:
