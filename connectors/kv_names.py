@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -36,7 +37,7 @@ logger = init_logger("vllm.continuum.lmcache")
 CONFIGURATION = re.compile(r"(?!tokenizer|generation)(.*config|params|.*quant.*)\.json|.*\.py")
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 SMALL_BYTES = 1 << 20  # of a file that is read at each start
-PIECE_BYTES = 64 << 20  # read at once; hashed by all cores
+PIECE_BYTES = 16 << 20  # read at once
 HASH_DIGITS = 64
 SETTLED_S = 5.0  # a file changed later than this may change again within one tick of its file system's clock
 OF_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
@@ -81,12 +82,14 @@ def _of_model(model: ModelConfig, load: LoadConfig) -> list[Any]:
         others = _files(model.hf_config_path, model.revision, load.download_dir)
         files += [path for path in others if path.suffix not in WEIGHTS]
     name = lambda overrides: getattr(overrides, "__qualname__", "")  # noqa: E731
+    with ThreadPoolExecutor() as threads:
+        hashes = list(threads.map(_hash, files))
     return [
         _values(model, OF_MODEL),
         json.dumps(model.hf_overrides, sort_keys=True, default=name),
         model.max_model_len if "longrope" in str(model.hf_config) else 0,  # of which vLLM chooses the factors
         model.seed if load.load_format == "dummy" else 0,
-        [(path.name, _hash(path)) for path in files],
+        [(path.name, found) for path, found in zip(files, hashes, strict=True)],
     ]
 
 
@@ -137,7 +140,7 @@ def _hash(path: Path) -> str:
 
 
 def _read(file: FileIO) -> str:
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3()
     while piece := file.read(PIECE_BYTES):
         hasher.update(piece)
     return hasher.hexdigest()
