@@ -233,8 +233,8 @@ class ContinuumMixin(Scheduler):
         return prometheus.attach(stats, self._metrics_delta.delta())
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """vLLM's, without pins. With `reset_running_requests` turns that wait with loaded KV lose it too: beside
-        them vLLM raises."""
+        """vLLM's, without pins. With `reset_running_requests` turns that wait with loaded KV lose it, beside
+        which vLLM would raise."""
         if reset_connector:
             weight_updates.note(self._parts.new_weights, "reset_prefix_cache")
         self._report_due |= bool(self._pins.pinned)
