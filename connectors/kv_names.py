@@ -37,7 +37,6 @@ logger = init_logger("vllm.continuum.lmcache")
 CONFIGURATION = re.compile(r"(?!tokenizer|generation)(.*config|params|.*quant.*)\.json|.*\.py")
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 SMALL_BYTES = 1 << 20  # of a file that is read at each start
-PIECE_BYTES = 16 << 20  # read at once
 HASH_DIGITS = 64
 SETTLED_S = 5.0  # a file changed later than this may change again within one tick of its file system's clock
 OF_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
@@ -140,10 +139,7 @@ def _hash(path: Path) -> str:
 
 
 def _read(file: FileIO) -> str:
-    hasher = blake3()
-    while piece := file.read(PIECE_BYTES):
-        hasher.update(piece)
-    return hasher.hexdigest()
+    return hashlib.file_digest(file, blake3).hexdigest()
 
 
 class WeightsVersion:

@@ -261,20 +261,15 @@ class ContinuumMixin(Scheduler):
         """Have turns compute what a load has brought, or will, if they have not run since."""
         for request in self.requests.values():
             turn = self._turns.get(TurnId(request.request_id))
-            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                request.num_computed_tokens = 0
+            loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            is_new = request.status == RequestStatus.WAITING and turn is not None and turn.started_s is None
+            if loads:
                 self.failed_recving_kv_req_ids.add(request.request_id)
-                if request.request_id in self.finished_recving_kv_req_ids:  # else it is still written to
-                    self._update_waiting_for_remote_kv(request)
-                    request.status = (
-                        RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-                    )
-            elif request.num_computed_tokens and (
-                request.status == RequestStatus.PREEMPTED
-                or (request.status == RequestStatus.WAITING and turn is not None and turn.started_s is None)
-            ):
+            elif not is_new and request.status != RequestStatus.PREEMPTED:
+                continue
+            request.num_computed_tokens = 0
+            if not loads or request.request_id in self.finished_recving_kv_req_ids:  # else it is written to
                 self.kv_cache_manager.free(request)
-                request.num_computed_tokens = 0
                 self._hold_no_memory(request)
 
     def shutdown(self) -> None:

@@ -107,10 +107,9 @@ def _note_before(engine: Any, name: str, change: Callable[..., str | None]) -> N
     stock = getattr(engine, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler = getattr(self, "scheduler", None)  # none while it begins
-        note = getattr(scheduler, "on_new_weights", None)
-        if note is not None and (by := change(*args, **kwargs)) is not None:
-            note(by)
+        tell = getattr(getattr(self, "scheduler", None), "on_new_weights", None)  # none while it begins
+        if tell is not None and (by := change(*args, **kwargs)) is not None:
+            tell(by)
         return stock(self, *args, **kwargs)
 
     call.__name__ = name
