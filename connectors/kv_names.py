@@ -139,7 +139,8 @@ def _hash(path: Path) -> str:
 
 
 def _read(file: FileIO) -> str:
-    return hashlib.file_digest(file, blake3).hexdigest()
+    hasher: Any = blake3
+    return hashlib.file_digest(file, hasher).hexdigest()
 
 
 class WeightsVersion:
