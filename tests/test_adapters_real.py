@@ -1,9 +1,10 @@
-"""A real server whose adapters are loaded, replaced and loaded again beside requests: each token is right.
+"""A real server whose adapters are loaded, replaced and loaded again beside requests, and whose weights are
+others: each token is right.
 
     ADAPTER_ROUNDS=150 ADAPTER_SEED=7 python -m pytest -s tests/test_adapters_real.py    # 900 requests
 
-What an adapter's version says to a prompt is asked once, of a copy with a name and a folder of its own, as of
-a fresh server. In float32, so that a prompt in two pieces gives the tokens of one.
+What an adapter's version says to a prompt is asked once for each weights, of a copy with a name and a folder
+of its own, as of a fresh server. In float32, so that a prompt in two pieces gives the tokens of one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from serving import BLOCK, HTTP, Answer, Server, ids, serve
+
+from experiments.tiny_model import make_model
 
 pytestmark = pytest.mark.real
 ROUNDS = int(os.environ.get("ADAPTER_ROUNDS", "6"))  # of six requests each
@@ -64,12 +67,15 @@ class Adapters:
         self.server, self.model, self.folder = server, model, folder
         self.prompts = [ids(2 * BLOCK + 40, story) for story in range(TENANTS)]
         self.newest = dict.fromkeys(ADAPTERS, 0)
-        self.right: dict[tuple[Version, int], Answer] = {}
-        for version in [(name, number) for name in ADAPTERS for number in range(VERSIONS)]:
-            name = f"copy-{version[0]}{version[1]}"
-            self.load(name, save_adapter(folder / name, model, version))
-            for tenant in range(TENANTS):
-                self.right[version, tenant] = self.ask(name, tenant, is_last_step=True)
+        self.checkpoints = [model, make_model(folder / "other", seed=1)]
+        self.right: dict[tuple[int, Version, int], Answer] = {}
+        for weights in (1, 0):
+            self.new_weights(weights)
+            for version in [(name, number) for name in ADAPTERS for number in range(VERSIONS)]:
+                name = f"copy-{weights}-{version[0]}{version[1]}"
+                self.load(name, save_adapter(folder / name, model, version))
+                for tenant in range(TENANTS):
+                    self.right[weights, version, tenant] = self.ask(name, tenant, is_last_step=True)
         for name in ADAPTERS:
             self.load(name, self.save(name))
 
@@ -77,18 +83,23 @@ class Adapters:
         return save_adapter(self.folder / name, self.model, (name, self.newest[name]))
 
     def load(self, name: str, folder: Path, **fields: Any) -> None:
-        self._post("load_lora_adapter", lora_name=name, lora_path=str(folder), **fields)
+        self._post("v1/load_lora_adapter", lora_name=name, lora_path=str(folder), **fields)
 
     def load_again(self, name: str) -> None:
         """Unload, and load the same name from the same folder."""
-        self._post("unload_lora_adapter", lora_name=name)
+        self._post("v1/unload_lora_adapter", lora_name=name)
         self.load(name, self.folder / name)
 
     def load_in_place(self, name: str) -> None:
         self.load(name, self.folder / name, load_inplace=True)
 
+    def new_weights(self, number: int) -> None:
+        """The model's own, without a pause."""
+        self.weights, kwargs = number, {"weights_path": str(self.checkpoints[number])}
+        self._post("collective_rpc", method="reload_weights", kwargs=kwargs)
+
     def _post(self, path: str, **body: Any) -> None:
-        HTTP.post(f"{self.server.url}/v1/{path}", json=body).raise_for_status()
+        HTTP.post(f"{self.server.url}/{path}", json=body).raise_for_status()
 
     def ask(self, name: str, tenant: int, **fields: Any) -> Answer:
         return self.server.complete(self.prompts[tenant], 12, model=name, **fields)
@@ -107,14 +118,15 @@ class Adapters:
             return None
 
     def says(self, answer: Answer, version: Version, tenant: int) -> bool:
-        right = self.right[version, tenant]
+        right = self.right[self.weights, version, tenant]
         return answer.output == right.output and answer.logprobs == pytest.approx(right.logprobs, abs=0.02)
 
 
 @pytest.fixture(scope="module")
 def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapters]:
     folder = tmp_path_factory.mktemp("adapters")
-    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "CONTINUUM_POLICY": "static-ttl"}
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_SERVER_DEV_MODE": "1"}
+    env["CONTINUUM_POLICY"] = "static-ttl"
     with serve(model, ARGS, log=folder / "vllm.log", env=env) as url:
         yield Adapters(Server(url), model, folder)
 
@@ -124,29 +136,33 @@ def test_versions_differ_and_their_kv_is_found_again(adapters: Adapters) -> None
     assert len({tuple(answer.output) for answer in adapters.right.values()}) == len(adapters.right)
     adapters.ask("a", 0)
     before = adapters.server.metric("vllm:prefix_cache_hits_total")
-    assert adapters.says(adapters.ask("a", 0), ("a", 0), 0)
+    assert adapters.says(adapters.ask("a", 0), ("a", adapters.newest["a"]), 0)
     assert adapters.server.metric("vllm:prefix_cache_hits_total") >= before + 2 * BLOCK
 
 
 def test_each_answer_is_of_the_newest_version_whatever_was_loaded_before(adapters: Adapters) -> None:
-    """One that is asked meanwhile is of one version whole; but not beside a load in place: vLLM lets running
-    requests go on with what they have."""
+    """One that is asked meanwhile is of one version whole; not beside a load in place or new weights, where vLLM
+    lets running requests go on with what they have."""
     draw, done = random.Random(SEED), Counter[str]()
     print(f"ADAPTER_SEED={SEED}")
     for number in range(ROUNDS):
         name, other = draw.sample(ADAPTERS, 2)
-        in_place, old, new = number % 2 == 0, adapters.newest[name], draw.randrange(VERSIONS)
+        way, old = ("in place", "again", "weights")[number % 3], adapters.newest[name]
+        new = draw.randrange(VERSIONS)
         beside = [(draw.choice([name, other]), tenant) for tenant in range(TENANTS)]
         with ThreadPoolExecutor(1) as clients:
             meanwhile = clients.submit(adapters.answers_of, beside)
             time.sleep(draw.choice([0.0, 0.05, 0.2]))
-            adapters.newest[name] = new
-            adapters.save(name)
-            (adapters.load_in_place if in_place else adapters.load_again)(name)
+            if way == "weights":
+                adapters.new_weights(1 - adapters.weights)
+            else:
+                adapters.newest[name] = new
+                adapters.save(name)
+                (adapters.load_in_place if way == "in place" else adapters.load_again)(name)
         for (which, tenant), answer in zip(beside, meanwhile.result(), strict=True):
             if answer is None:
-                assert which == name and not in_place
-            elif which == other or not in_place:
+                assert which == name and way == "again"
+            elif way == "again" or (way == "in place" and which == other):
                 allowed = {adapters.newest[other]} if which == other else {old, new}
                 assert any(adapters.says(answer, (which, each), tenant) for each in allowed), (number, which)
         asked = [(draw.choice([name, name, other]), tenant) for tenant in range(TENANTS)]
