@@ -141,7 +141,7 @@ def test_versions_differ_and_their_kv_is_found_again(adapters: Adapters) -> None
 
 
 def test_each_answer_is_of_the_newest_version_whatever_was_loaded_before(adapters: Adapters) -> None:
-    """One that is asked meanwhile is of one version whole; not beside a load in place or new weights, where vLLM
+    """One that is asked meanwhile is of one version whole. Not beside a load in place or new weights: vLLM
     lets running requests go on with what they have."""
     draw, done = random.Random(SEED), Counter[str]()
     print(f"ADAPTER_SEED={SEED}")
