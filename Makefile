@@ -5,12 +5,13 @@
 # make test-network    what asks a package index: that '.[gpu]' resolves, and vLLM's own scheduler tests (5 minutes)
 # make check   style and types only
 # make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core); SEED=... repeats one
+# make soak-oracle     whose KV requests attend to, for as many steps of each mix (an hour of a core); SEED=... repeats one
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 ANY_SEED = $(shell od -An -N4 -tu4 /dev/urandom)
 
-.PHONY: demo test test-network fuzz check install soak-machine
+.PHONY: demo test test-network fuzz check install soak-machine soak-oracle
 install: $(VENV)/installed
 	@cat $(VENV)/installed
 
@@ -26,6 +27,9 @@ check: install
 
 soak-machine: install
 	MACHINE_STEPS=1000000 $(PYTHON) -m pytest -s tests/test_scheduler_machine.py --hypothesis-seed $(or $(SEED),$(ANY_SEED))
+
+soak-oracle: install
+	ORACLE_STEPS=1000000 ORACLE_SEED=$(SEED) $(PYTHON) -m pytest -s tests/test_kv_oracle_machine.py -k no_order
 
 test: check
 	$(PYTHON) -m pytest -n 2 --dist loadfile

@@ -38,6 +38,7 @@ class ContinuumConfig:
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
+    reading_calls: str = ""  # names of collective_rpc's methods that change no weights, with commas between
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written

@@ -153,6 +153,7 @@ class Bench:
         stop, priority = extra.pop("stop", None), extra.pop("priority", 0)
         resumable = extra.pop("resumable", False)  # a session whose prompt may go on
         session_id = extra.pop("session_id", None)  # vLLM's own, from a header
+        lora = extra.pop("lora", None)  # an adapter
         params = SamplingParams(
             max_tokens=out,
             ignore_eos=True,
@@ -168,6 +169,7 @@ class Bench:
             sampling_params=params,
             pooling_params=None,
             arrival_time=self.now_s,
+            lora_request=lora,
             cache_salt=salt,
             priority=priority,
             resumable=resumable,

@@ -312,15 +312,16 @@ class OracleBench(Bench):
         return Turn(prompt_tokens, list(tokens), [], 0, self.worker.weights)
 
     def new_weights(self) -> None:
-        """The worker has others from now on."""
+        """The worker has others from now on. A request that has run may go on with the KV that it has."""
         self.worker.weights += 1
         (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         in_flight = {
             request_id for output, _ in self._in_flight for request_id in output.num_scheduled_tokens
         }
         for request_id, request in self.scheduler.requests.items():
-            loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            if request_id in in_flight or (manager.req_to_blocks.get(request_id) and not loads):
+            loads = request.status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.PREEMPTED)
+            goes_on = request_id in self.order and manager.req_to_blocks.get(request_id) and not loads
+            if request_id in in_flight or goes_on:
                 self._has_both.add(request_id)
             else:
                 self._right[request_id] = self._turn(request.num_prompt_tokens, request.all_token_ids)

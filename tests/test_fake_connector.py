@@ -80,3 +80,23 @@ def test_the_last_token_is_always_computed() -> None:
     planner.store.store(0.0, chunk_names(range(16), 8))
     assert planner.offered_tokens(a_request("r", 16), 0) == 15
     assert planner.offered_tokens(a_request("s", 17), 0) == 16
+
+
+def test_what_builds_on_a_load_from_before_the_tiers_were_emptied_is_not_stored() -> None:
+    """Its turn waits for memory, and no step has named its blocks; found by the oracle's machine."""
+    planner, blocks = a_planner(), [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    old, request = a_request("old", 17), a_request("r", 33)
+    planner.offered_tokens(old, 0)
+    planner.on_alloc(old, blocks[:5], 0)
+    assert len(planner.step(output({"old": 17}, new={"old": blocks[:5]})).stores) == 2
+    assert planner.offered_tokens(request, 0) == 16
+    planner.on_alloc(request, blocks[:4], 16)
+    planner.step(output({}))
+    planner.store.clear()
+    planner.reset()
+    request.num_computed_tokens = 16
+    assert not planner.step(output({"r": 17}, new={"r": blocks})).stores
+    request.num_computed_tokens = 0
+    assert planner.offered_tokens(request, 0) == 0
+    planner.on_alloc(request, blocks, 0)
+    assert len(planner.step(output({"r": 33}, new={"r": blocks})).stores) == 4, "computed anew"

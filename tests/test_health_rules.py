@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ FOUND, BELOW = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_
 ON, UP = 'continuum_policy_info{policy="continuum"}', "continuum_tier_store_up"
 CONTEXTS, LOST = "continuum_working_set_tokens", 'continuum_lost_tokens_total{cause="%s"}'
 TAKEN, DECIDED = 'continuum_pins_total{outcome="taken"}', 'continuum_ttl_decisions_total{reason="%s"}'
+PROBE = 'continuum_new_weights_total{call="liveness_probe"}'
 HEALTHY: dict[str, float] = {
     ON: 1,
     "continuum_programs": 10,
@@ -53,6 +55,7 @@ CASES: dict[str, dict[str, float | None]] = {
     "prompts-change-in-first-third": {LOST % "changed-first-third": 5_201},
     "prompts-change-in-last-third": {LOST % "changed-last-third": 5_201},
     "ignored-fields": {'continuum_ignored_fields_total{field="job-id"}': 3},
+    "new-weights": {PROBE: 31},
 }
 
 
@@ -152,3 +155,14 @@ def test_any_metric_can_be_missing(gone: set[str]) -> None:
     assert ("continuum-is-off" in found) == (ON in gone)
     assert ("tier-store-down" in found) == (UP not in gone)
     assert summary(seen)
+
+
+def test_what_drops_kv_often_is_named_with_how_often_and_since_when() -> None:
+    """A trainer that syncs between its batches is nothing to mend."""
+    sync = 'continuum_new_weights_total{call="update_weights"}'
+    started = {"process_start_time_seconds": time.time() - 300}
+    (often,) = diagnose(healthy({PROBE: 30, sync: 1, **started}))
+    assert "31 times in 5 minutes, by liveness_probe, update_weights" in often.evidence
+    assert often.severity is Severity.WARNING
+    (seldom,) = diagnose(healthy({sync: 5}))
+    assert "5 times, by update_weights" in seldom.evidence and seldom.severity is Severity.NOTE

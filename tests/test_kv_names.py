@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +34,7 @@ class Deployment:
             model=str(folder),
             hf_config_path=None,
             revision=None,
+            code_revision=None,
             model_weights="",
             dtype=torch.bfloat16,
             quantization=None,
@@ -67,9 +71,23 @@ class Deployment:
 
 
 @pytest.fixture
-def here(model: Path, tmp_path: Path) -> Deployment:
+def here(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     shutil.copytree(model, tmp_path / "latest")
     return Deployment(tmp_path / "latest")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each file that is read as a whole, in order."""
+    read, sizes = kv_names._read, list[int]()
+
+    def counted(file: Any) -> str:
+        sizes.append(os.fstat(file.fileno()).st_size)
+        return read(file)
+
+    monkeypatch.setattr(kv_names, "_read", counted)
+    return sizes
 
 
 def halve(tensors: dict[str, torch.Tensor], name: str, first: int = 0, last: int | None = None) -> None:
@@ -81,13 +99,13 @@ def halve(tensors: dict[str, torch.Tensor], name: str, first: int = 0, last: int
     [
         lambda tensors: halve(tensors, "model.layers.3.self_attn.k_proj.weight"),
         lambda tensors: halve(tensors, "model.layers.7.input_layernorm.weight", 300, 301),
-        lambda tensors: halve(tensors, "model.embed_tokens.weight", -400_000),
+        lambda tensors: halve(tensors, "model.embed_tokens.weight", 1001 * 512, 1002 * 512),
         lambda tensors: tensors.pop("model.norm.weight"),
         lambda tensors: tensors.update(
             {"model.norm.weight": tensors["lm_head.weight"], "lm_head.weight": tensors["model.norm.weight"]}
         ),
     ],
-    ids=["a matrix", "one value of a norm", "rows of the embedding", "a tensor less", "two exchanged"],
+    ids=["a matrix", "one value of a norm", "a row of the embedding", "a tensor less", "two exchanged"],
 )
 def test_another_checkpoint_in_the_same_folder_has_another_name(
     here: Deployment, change: Callable[[dict[str, torch.Tensor]], None]
@@ -128,6 +146,10 @@ def elsewhere(it: Deployment, **values: Any) -> str:
         lambda it: (Path(it.model.model) / "hf_quant_config.json").write_text("{}"),
         lambda it: (Path(it.model.model) / "params.json").write_text(json.dumps({"rope_theta": 1})),
         lambda it: (Path(it.model.model) / "modeling_own.py").touch(),
+        lambda it: vars(it.model).update(code_revision="v2"),
+        lambda it: (Path(it.model.model) / "preprocessor_config.json").write_text('{"image_mean": [0]}'),
+        lambda it: (Path(it.model.model) / "video_preprocessor_config.json").write_text("{}"),
+        lambda it: (Path(it.model.model) / "image_processing_own.py").touch(),
         lambda it: vars(it.model).update(hf_config_path=elsewhere(it, rope_theta=1)),
     ],
 )
@@ -145,6 +167,8 @@ def test_the_same_files_elsewhere_have_the_same_fingerprint(here: Deployment, tm
     shutil.copytree(here.model.model, copied, copy_function=shutil.copyfile)
     (copied / "README.md").touch()
     (copied / "tokenizer.json").unlink()
+    (copied / "tokenizer_config.json").write_text("{}")
+    (copied / "generation_config.json").write_text("{}")
     (copied / "checkpoint-100").mkdir()
     assert Deployment(copied).fingerprint() == here.fingerprint()
 
@@ -161,19 +185,77 @@ def test_a_long_context_model_is_named_with_its_longest_prompt(here: Deployment)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".gguf", ".safetensors"])
-def test_a_file_that_lists_no_tensors_is_sampled_everywhere(
+def test_one_byte_of_a_file_that_lists_no_tensors_is_seen(
     here: Deployment, tmp_path: Path, suffix: str
 ) -> None:
-    """Also a broken one, which vLLM refuses with its own words."""
+    """Also in a broken one, which vLLM refuses with its own words."""
     file = tmp_path / f"other{suffix}"
     content = bytearray(range(256)) * 40_000
     here.model.model = str(file)
     found = set()
-    for at in (0, 5_000_000, len(content) - 2048):
-        content[at : at + 2048] = bytes(len(content[at : at + 2048]))
+    for at in (0, 5_000_001, len(content) - 1):
+        content[at] ^= 1
         file.write_bytes(content)
         found.add(here.fingerprint())
     assert len(found) == 3
+
+
+def test_a_machine_reads_a_checkpoint_once(
+    here: Deployment, monkeypatch: pytest.MonkeyPatch, reads: list[int]
+) -> None:
+    """All processes of a start, and later starts; but what may change again within a tick of the clock."""
+    file = Path(here.model.model) / PATH
+    new = here.fingerprint()
+    assert here.fingerprint() == new and reads.count(file.stat().st_size) == 2
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 60)
+    reads.clear()
+    starts = [threading.Thread(target=here.fingerprint) for _ in range(4)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    assert here.fingerprint() == new and reads.count(file.stat().st_size) == 1
+
+
+def test_a_change_that_keeps_size_and_time_is_seen(here: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `touch -r`, rsync and tar set them: the time of a file's last change of state cannot be set."""
+    file, clock = Path(here.model.model) / PATH, time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 60)
+    before, about = here.fingerprint(), file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"\x7f")
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert file.stat().st_size == about.st_size and file.stat().st_mtime_ns == about.st_mtime_ns
+    assert here.fingerprint() != before
+
+
+@pytest.mark.parametrize("memory", ["", "9 9 9 9 abc"])
+def test_a_broken_memory_of_hashes_is_read_over(
+    here: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int], memory: str
+) -> None:
+    """Of an engine that was killed while it wrote."""
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 60)
+    right = here.fingerprint()
+    (entry,) = (tmp_path / "cache" / "continuum_lmcache").iterdir()
+    whole = entry.read_text()
+    for broken in (memory, whole[:-1]):
+        entry.write_text(broken)
+        reads.clear()
+        assert here.fingerprint() == right and len(reads) == 2 and entry.read_text() == whole
+
+
+def test_without_a_place_for_hashes_each_process_reads_and_says_so(
+    here: Deployment, tmp_path: Path, logged: Any, reads: list[int]
+) -> None:
+    right, warned = here.fingerprint(), logged(kv_names)
+    (tmp_path / "cache").rename(tmp_path / "gone")
+    (tmp_path / "cache").touch()
+    reads.clear()
+    assert here.fingerprint() == right and len(reads) == 2
+    assert "each process reads the checkpoint" in warned[0]
 
 
 def test_weights_that_are_no_files_here_are_named_by_their_path_and_get_a_warning(
@@ -188,11 +270,17 @@ def test_weights_that_are_no_files_here_are_named_by_their_path_and_get_a_warnin
 
 
 def test_a_version_hides_what_was_stored_under_every_salt() -> None:
-    """And no other engine's version is the same."""
+    """And no other engine's version is the same. Engines share what they stored before, also of a salt."""
     one, other = WeightsVersion(), WeightsVersion()
-    assert one.salt("tenant") == other.salt("tenant") == "tenant" and one.salt("") == ""
-    seen = {"", "tenant"}
+    assert one.salt("tenant") == other.salt("tenant") and one.salt("") == ""
+    seen = {"", "tenant", one.salt("tenant")}
     for version in (one, one, other):
         version.renew()
         seen |= {version.salt(""), version.salt("tenant")}
-    assert len(seen) == 8 and all(len(salt) <= 128 for salt in seen)
+    assert len(seen) == 9 and all(len(salt) <= 128 for salt in seen)
+
+
+def test_a_salt_is_never_told_to_lmcache_which_names_its_files_by_it() -> None:
+    """vLLM's advice is that a salt is a secret."""
+    version = WeightsVersion()
+    assert "SECRET" not in version.salt("SECRET") and version.salt("SECRET") != version.salt("SECRET2")

@@ -81,7 +81,7 @@ def test_a_request_that_ran_when_the_weights_changed_leaves_none_of_its_kv_in_a_
     bench.send("a", prompt(4 * CHUNK), 1)
     bench.step()
     bench.new_weights()
-    bench.scheduler.on_new_weights()
+    bench.scheduler.on_new_weights("sync")
     bench.run_until_idle()
     bench.scheduler.reset_prefix_cache()
     bench.turn("b", prompt(4 * CHUNK), out=4)

@@ -1,6 +1,6 @@
 """After any events in any order, no request attends to KV that is not its own (kv_oracle.py).
 
-    ORACLE_STEPS=1000000 ORACLE_SEED=7 python -m pytest -s tests/test_kv_oracle_machine.py
+    ORACLE_STEPS=1000000 python -m pytest -s tests/test_kv_oracle_machine.py    # ORACLE_SEED=... repeats one
     ORACLE_STOCK=1 ...      # vLLM's own scheduler and the stock connectors: shows their known faults
     ORACLE_MIX=native ...   # over vLLM's own offloading alone
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import secrets
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from kv_oracle_fake import FakeBench
 from kv_oracle_native import NativeBench, StockNativeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
@@ -46,7 +48,8 @@ from continuum_lmcache.vllm_plugin.scheduler import (
 )
 
 STEPS = int(os.environ.get("ORACLE_STEPS", "3000"))
-SEED = int(os.environ.get("ORACLE_SEED", "0"))
+IS_LONG = "ORACLE_STEPS" in os.environ  # then each run draws anew
+SEED = int(os.environ.get("ORACLE_SEED") or (secrets.randbelow(1 << 31) if IS_LONG else 0))
 IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
 ADAPTERS = {
     "MP": StockServerBench if IS_STOCK else ServerBench,
@@ -204,7 +207,7 @@ class Machine(RuleBasedStateMachine):
             self.bench.scheduler.reset_prefix_cache(reset_connector=what == "clear")
 
     @rule(
-        way=st.sampled_from(["seen", "seen", "abort", "preempt"]),
+        way=st.sampled_from(["seen", "seen", "abort", "preempt", "pause"]),
         is_reset_first=st.booleans(),
         program=st.sampled_from("abcd"),
         steps=st.integers(0, 20),
@@ -226,6 +229,9 @@ class Machine(RuleBasedStateMachine):
             engine: Any = SimpleNamespace(scheduler=self.bench.scheduler, model_executor=worker)
             EngineCore.collective_rpc(engine, "reload_weights")
             return
+        if way == "pause":
+            self.pause()
+            return
         if way == "abort":
             self.bench.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
             self.run_out()
@@ -236,6 +242,20 @@ class Machine(RuleBasedStateMachine):
         events = [self.bench.new_weights, self.reset_all]
         for event in reversed(events) if is_reset_first else events:
             event()
+
+    def pause(self) -> None:
+        """vLLM's /pause?mode=keep, which empties the caches once the engine has no work, then new weights."""
+        scheduler = self.bench.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        for _ in range(3000):
+            if not scheduler.has_requests() and not self.bench._in_flight:
+                break
+            self.run(1)
+        waits = RequestStatus.WAITING_FOR_STREAMING_REQ
+        if scheduler.requests.get(self.session) is None or scheduler.requests[self.session].status != waits:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            self.bench.new_weights()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def reset_all(self) -> None:
         assert self.bench.scheduler.reset_prefix_cache(reset_connector=True)
@@ -314,6 +334,7 @@ class Machine(RuleBasedStateMachine):
 def run_machine(model: Path, steps: int) -> None:
     """Random orders of events, until so many steps are taken."""
     Machine.model, end = model, taken["steps"] + steps
+    print(f"ORACLE_SEED={SEED}")  # repeats it
     logging.disable(logging.CRITICAL)
     try:
         for number in itertools.count():
@@ -354,7 +375,10 @@ MENDS = {
     "the tiers' names": lambda patched: patched.setattr(WeightsVersion, "renew", lambda _: None),
     "the GPU's cache": lambda patched: patched.setattr(GpuBlocks, "forget_all", lambda _: None),
     "stores of two weights": lambda patched: patched.setattr(OurConnector, "_is_pure", lambda *_: True),
-    "the watch of calls": lambda patched: patched.setattr(ContinuumMixin, "on_new_weights", lambda _: None),
+    "the watch of calls": lambda patched: patched.setattr(ContinuumMixin, "on_new_weights", lambda *_: None),
+    "loaded turns that wait": lambda patched: patched.setattr(
+        ContinuumMixin, "_forget_loaded", lambda _: None
+    ),
 }
 
 

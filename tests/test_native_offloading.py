@@ -16,6 +16,8 @@ from bench import Bench, prompt
 from kv_oracle_native import CHUNK, CHUNKS, NativeBench
 from layer_kinds import FULL, WINDOW
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
@@ -137,3 +139,31 @@ def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(model: Pat
     }
     bench = Bench(ContinuumScheduler, model, 60, transfer=transfer, spec=[FULL, WINDOW])
     assert not bench.parts.residency.store.capacity_tokens()
+
+
+@pytest.mark.parametrize("is_mended", [True, False])
+def test_an_adapter_that_is_loaded_again_finds_no_kv_of_its_old_weights(
+    make: Make, is_mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU or below it. A server gives it another id, and the same name and path, which are all
+    that vLLM's own names of blocks have."""
+    bench = make()
+    if not is_mended:
+        lora_keys = lambda request: [("lora", request.lora_request.lora_name, request.lora_request.lora_path)]  # noqa: E731
+        monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lora_keys)
+    old, new = (LoRARequest("a", number, "/adapters/a") for number in (1, 2))
+    tokens = prompt(3 * CHUNK + 5)
+    bench.turn("a", tokens, lora=old)
+    bench.turn("a", tokens, out=2, lora=old)
+    bench.scheduler.reset_prefix_cache()
+    bench.turn("a", tokens, out=2, lora=old)
+    assert bench.lmcache.loads == 1
+    bench.new_weights()  # those of the new id
+    if not is_mended:
+        with pytest.raises(AssertionError, match="KV of other"):
+            bench.turn("a", tokens, out=2, lora=new)
+        return
+    bench.turn("a", tokens, out=2, lora=new)
+    bench.scheduler.reset_prefix_cache()
+    bench.turn("a", tokens, out=2, lora=new)
+    assert bench.lmcache.loads == 2

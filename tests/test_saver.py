@@ -85,3 +85,26 @@ def test_a_signal_has_the_files_written_by_another_thread(
     path = tmp_path / "run" / "scheduler_timestamps"
     wait_for(path.exists)
     assert "p" in json.loads(path.read_text()) and threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize("planted", ["link", "file"])
+def test_a_file_that_others_planted_under_a_drafts_name_is_not_written_to(
+    tmp_path: Path, planted: str
+) -> None:
+    """In a shared folder: a link's target would be overwritten, and a file's mode would stay."""
+    path, theirs = tmp_path / "scheduler_timestamps", tmp_path / "theirs"
+    theirs.write_text("theirs")
+    theirs.chmod(0o666)
+    draft = tmp_path / f"scheduler_timestamps.{os.getpid()}.tmp"
+    (draft.symlink_to if planted == "link" else draft.hardlink_to)(theirs)
+    files.write_whole(path, ["ours"])
+    assert theirs.read_text() == "theirs" and path.read_text() == "ours"
+    assert not path.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_draft_that_is_in_the_way_and_cannot_be_removed_costs_a_line_of_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / f"gaps.json.{os.getpid()}.tmp").mkdir()
+    files.write_whole(tmp_path / "gaps.json", ["ours"])
+    assert "was not written" in caplog.text and not (tmp_path / "gaps.json").exists()

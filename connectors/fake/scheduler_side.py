@@ -94,6 +94,7 @@ class FakeSchedulerSide:
         """How many tokens after the first `gpu_tokens` a load would return. Changes no tier."""
         seen = self.tracked.setdefault(request.request_id, TrackedRequest(request))
         seen.offered, seen.gpu_tokens = True, gpu_tokens
+        seen.block_ids, seen.is_stale = [], False  # it has none, or no longer
         held = self.store.locate(self.clock(), self._named(seen))
         # the last token is always computed, since the next one is sampled from it
         found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
@@ -123,6 +124,7 @@ class FakeSchedulerSide:
             raise InvariantError(f"offered chunks({end_chunk}) > held chunks({seen.stored_chunks})")
         loading = self.store.load(now_s, seen.names[:end_chunk], seen.gpu_tokens, request.request_id)
         copies = self._copies_of(loading, seen.gpu_tokens, block_ids)
+        seen.block_ids = list(block_ids)  # no step of its own may tell them for long
         self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
 
     def step(self, output: SchedulerOutput) -> FakeMetadata:

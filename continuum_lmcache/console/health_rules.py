@@ -5,6 +5,7 @@ Counts are since the server's start. A rule whose metrics a server does not repo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from continuum_lmcache.console.metrics_page import MetricsPage
@@ -14,6 +15,7 @@ from continuum_lmcache.telemetry.samples import NO_PIN
 MEMORY_FULL = 0.9  # share of the KV blocks
 LOW_BATCH_TURNS = 8.0  # running turns below which a GPU idles
 PREEMPTION_SHARE = 0.05  # preemptions per finished turn
+NEW_WEIGHTS_SHARE = 0.05  # calls per finished turn
 LOST_SHARE = 0.2  # of the computed prompt tokens: a client could have avoided to lose them
 LEAST_TURNS = 20.0  # finished: with fewer, no rule about shares applies
 SHORT_OF_MEMORY = 0.5  # share of the KV blocks at one moment: a prompt that waits may wait for memory
@@ -165,7 +167,24 @@ def ignored(page: MetricsPage) -> Iterator[Finding]:
         )
 
 
-RULES = (off, store_down, low_batch, preempting, small_tier, changed_prompts, ignored)
+def new_weights(page: MetricsPage) -> Iterator[Finding]:
+    """Calls after which no KV of before is used again."""
+    calls = {name: n for name, n in page.by("continuum_new_weights_total", "call").items() if n}
+    if not calls:
+        return
+    times, is_up_s = sum(calls.values()), page.values("process_start_time_seconds")
+    since = f" in {(time.time() - min(is_up_s)) / 60:,.0f} minutes" if is_up_s else ""
+    is_often = has_served_enough(page) and times > NEW_WEIGHTS_SHARE * page.count(FINISHED)
+    by = ", ".join(sorted(calls, key=lambda name: -calls[name]))
+    yield (warning if is_often else note)(
+        "new-weights",
+        f"new weights {times:,.0f} times{since}, by {by}: each time all KV of before is lost",
+        "nothing, if these calls change weights; name those that do not in continuum.reading_calls "
+        "(docs/weight-updates.md)",
+    )
+
+
+RULES = (off, store_down, low_batch, preempting, small_tier, changed_prompts, ignored, new_weights)
 
 
 def diagnose(page: MetricsPage) -> list[Finding]:

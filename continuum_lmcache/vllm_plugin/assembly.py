@@ -53,6 +53,7 @@ class EngineParts:
     files: EngineFiles
     samples: MetricSamples = field(default_factory=MetricSamples)
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests, by name
+    new_weights: Counter[str] = field(default_factory=Counter)  # by the name of the call
 
 
 def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def write_whole(path: Path, texts: Iterable[str]) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        draft.unlink(missing_ok=True)  # in a folder that others may write it could be theirs, or a link
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.writelines(texts)
             file.flush()
@@ -145,4 +147,5 @@ def write_whole(path: Path, texts: Iterable[str]) -> None:
         draft.replace(path)
     except OSError as error:
         logger.warning("%s was not written: %s", path, error)
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)

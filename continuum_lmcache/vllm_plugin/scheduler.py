@@ -71,6 +71,7 @@ class ContinuumMixin(Scheduler):
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
         self._running_changed = False
+        self._reading_calls = set(config.reading_calls.replace(",", " ").split())
         self._report_due = False  # an idle engine's gauges are out of date
         self._reclaimer = PinReclaimer(self, parts, events, lambda: self.clock(), config.pin_reclaim_after_s)
         self._queues = {
@@ -163,6 +164,8 @@ class ContinuumMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         now_s = self.clock()
+        if request.lora_request is not None and request.lora_request.load_inplace:  # from vLLM's Python API
+            self.on_new_weights("load_inplace")
         if not self.requests:  # the first step after an idle time has nothing new to report
             self._report_at_s = now_s + REPORT_EVERY_S
         if request.request_id not in self.requests:
@@ -188,18 +191,24 @@ class ContinuumMixin(Scheduler):
         """
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
-            self._inflight_prefills.discard(request)
-            self._turns.to_rekey.add(TurnId(request.request_id))
+            self._hold_no_memory(request)
+
+    def _hold_no_memory(self, request: Request) -> None:
+        """A waiting request has lost its blocks."""
+        self._inflight_prefills.discard(request)
+        self._turns.to_rekey.add(TurnId(request.request_id))
 
     # the engine's calls -----------------------------------------------------
 
     def has_requests(self) -> bool:
-        """True also when a pin is due: one step without tokens releases it and reports."""
+        """True also when a pin is due: one step without tokens releases it and reports. And before a pause
+        begins, as long as loads and stores hold memory, since no cache can be reset beside them."""
         if super().has_requests():
             return True
+        if self.pause_state != PauseState.UNPAUSED:
+            return self._reclaimer.memory_will_be_freed()
         due_s = self.next_due_s()
-        is_due = self._report_due or (due_s is not None and due_s <= self.clock())
-        return is_due and self.pause_state == PauseState.UNPAUSED
+        return self._report_due or (due_s is not None and due_s <= self.clock())
 
     def idle_s(self) -> float | None:
         """For how long an idle engine may sleep; None: until a request comes."""
@@ -223,23 +232,45 @@ class ContinuumMixin(Scheduler):
         self._report_at_s = now_s + REPORT_EVERY_S
         return prometheus.attach(stats, self._metrics_delta.delta())
 
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """vLLM's, without pins. With `reset_running_requests` turns that wait with loaded KV lose it, beside
+        which vLLM would raise."""
+        if reset_connector:
+            weight_updates.note(self._parts.new_weights, "reset_prefix_cache")
         self._report_due |= bool(self._pins.pinned)
         self._events.release_all_pins(self.clock())
-        return super().reset_prefix_cache(*args, **kwargs)
+        if reset_running_requests:
+            self._forget_loaded()
+        return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def on_new_weights(self) -> None:
-        """Nobody may find KV of the old weights any more. Running requests go on with theirs, as in vLLM.
-        Raises RuntimeError, before the weights change, if a connector says that its tiers keep some."""
+    def on_new_weights(self, call: str) -> None:
+        """Nobody may find KV of the old weights any more, which `call` changes. Running requests go on with
+        theirs, as in vLLM. Raises RuntimeError, before the weights change, if a connector says that its tiers
+        keep some."""
+        if call in self._reading_calls:
+            return
+        weight_updates.note(self._parts.new_weights, call)
         self._report_due |= bool(self._pins.pinned)
         self._events.release_all_pins(self.clock())
+        self._forget_loaded()
         self._blocks.forget_all()
-        for request in self.requests.values():
-            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:  # compute what the load brings
-                request.num_computed_tokens = 0
-                self.failed_recving_kv_req_ids.add(request.request_id)
         if self.reset_connector_cache() is False:
             raise RuntimeError("the KV connector kept its cache, so the weights may not change")
+
+    def _forget_loaded(self) -> None:
+        """Have turns compute what a load has brought, or will, if they have not run since."""
+        for request in self.requests.values():
+            turn = self._turns.get(TurnId(request.request_id))
+            loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            is_new = request.status == RequestStatus.WAITING and turn is not None and turn.started_s is None
+            if loads:
+                self.failed_recving_kv_req_ids.add(request.request_id)
+            elif not is_new and request.status != RequestStatus.PREEMPTED:
+                continue
+            request.num_computed_tokens = 0
+            if not loads or request.request_id in self.finished_recving_kv_req_ids:  # else it is written to
+                self.kv_cache_manager.free(request)
+                self._hold_no_memory(request)
 
     def shutdown(self) -> None:
         self._events.release_all_pins(self.clock())

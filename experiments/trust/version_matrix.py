@@ -38,6 +38,7 @@ SCHEDULER_SUITE = (
     "tests/test_kv_oracle_machine.py",
     "tests/test_hooks.py",
     "tests/test_weight_updates.py",
+    "tests/test_new_weights_beside_loads.py",
     "tests/test_native_offloading.py",
     "tests/test_data_parallel_routing.py",
     "tests/test_idle_timer.py",

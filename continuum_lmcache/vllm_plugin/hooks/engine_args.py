@@ -30,7 +30,7 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import policy_named
-from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields
+from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields, weight_updates
 
 logger = init_logger("vllm.continuum_lmcache")
 POLICY = "continuum"
@@ -179,6 +179,7 @@ def adopt(config: VllmConfig) -> None:
     prometheus.install()
     prometheus.observe({"policy_info": {settings.policy: 1.0}}, engine=0)  # before the first request
     data_parallel.install(SCHEDULERS)
+    weight_updates.install_in_api_server()
     check_version(version("vllm"))
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
 

@@ -46,6 +46,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "pins_refused": REFUSALS | pins.refused,
         "ttl_decisions": dict(samples.decisions),
         "ignored_fields": dict(parts.ignored),
+        "new_weights": dict(parts.new_weights),
         "pinned_blocks": {"": pins.pinned_blocks},
         "programs": {"": len(programs.records) - programs.one_turn},
         "tier_store_up": {"": float(residency.store.is_up)},

@@ -54,6 +54,7 @@ METRICS = {
     ),
     "ttl_decisions": counter("Finished turns by the reason of their TTL", "reason"),
     "ignored_fields": counter("Requests with a field that was ignored, by field", "field"),
+    "new_weights": counter("Calls after which KV of before is not used again, by call", "call"),
     "lost_returns": counter(LOST, "cause"),
     "lost_tokens": counter("Tokens that these returns compute again, at most", "cause"),
     "load_decisions": counter(

@@ -1,42 +1,115 @@
 """Tells the scheduler of calls that may change weights: vLLM's (reload_weights, update_weights), those of
-trainers' worker extensions, an adapter that replaces itself, a trainer's word that it has changed them.
-Sleep and pause reset the connector's cache themselves.
+trainers' worker extensions, an adapter that replaces itself or is removed, a trainer's word that it has
+changed them. Sleep and pause reset the connector's cache themselves. An adapter that is loaded again gets
+another id from vLLM, which its blocks' hashes have here beside its name and path.
 
-Seams, unchanged from vLLM 0.30 to 0.33, which run between two steps: EngineCore.collective_rpc, .add_lora
-and .set_weight_version.
+Seams, unchanged from vLLM 0.30 to 0.33, which run between two steps: EngineCore.collective_rpc, .add_lora,
+.remove_lora and .set_weight_version. Replaced: kv_cache_utils._gen_lora_extra_hash_keys. Wrapped, in API
+servers: OpenAIServingModels.load_lora_adapter.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm.logger import init_logger
+
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
-READS = re.compile(r"_*(get|is|has|list|check|compute|report|save|dump|log|profile)(_|$)")
-MAY_CHANGE: Mapping[str, Callable[..., bool]] = {  # by EngineCore's method: whether its arguments say so
-    "collective_rpc": lambda method, *_, **__: not (isinstance(method, str) and READS.match(method)),
-    "add_lora": lambda lora_request: bool(lora_request.load_inplace),
-    "set_weight_version": lambda weight_version: True,  # noqa: ARG005
+logger = init_logger("vllm.continuum_lmcache")
+MOST_CALLS = 20  # that metrics name; of others they are one sum
+ONCE = (
+    "%s counts as new weights: KV of before is not used again. This line comes once for each call, "
+    "continuum_new_weights_total counts them (docs/weight-updates.md)"
+)
+READS = re.compile(
+    "(get|is|are|has|can|list|check|compute|count|report|show|print|describe|save|dump|log|profile|dry)(_|$)"
+)
+PROBES = re.compile(
+    "(^|_)(liveness|livez|alive|keepalive|ready|readyz|readiness|health|healthz|healthcheck|heartbeat|ping|pong"
+    "|probe|echo|hello|test|debug|print|noop|nop|no_op|nothing|synchronize|barrier|wait|gc|profile|status|stats"
+    "|metrics|info|version)(_|$)"
+)
+TRAINS = re.compile(
+    "weight|param|load|sync(?!hronize)|updat|refit|swap|merg|recv|receiv|broadcast|lora|adapter"
+    "|(^|_)(set|init|copy)(_|$)"
+)
+
+
+def may_train(method: str | Callable[..., Any]) -> bool:
+    """Whether a call of the workers may change weights, by the words of its name.
+
+    Not if each part of it, between "and", begins with a reader's word, or has a probe's word and none of a
+    trainer's. So an unknown name may: to take it for a probe could give wrong tokens, the contrary costs KV.
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", name_of(method)).lower().strip("_")
+    return any(
+        not READS.match(part) and (TRAINS.search(part) or not PROBES.search(part))
+        for part in re.split("_(?:and|or|then)_", words)
+    )
+
+
+def name_of(method: str | Callable[..., Any]) -> str:
+    """A worker's method is called by its name or as a function."""
+    return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+
+
+CHANGES: Mapping[str, Callable[..., str | None]] = {  # by EngineCore's method: its name; None: it reads
+    "collective_rpc": lambda method, *_, **__: name_of(method) if may_train(method) else None,
+    "add_lora": lambda lora_request: "load_inplace" if lora_request.load_inplace else None,
+    "remove_lora": lambda lora_id: "remove_lora",  # noqa: ARG005
+    "set_weight_version": lambda weight_version: "set_weight_version",  # noqa: ARG005
 }
 
 
 def install() -> None:
     """Once a process, when our scheduler is built."""
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
-    for name, may_change in MAY_CHANGE.items():
-        _note_before(EngineCore, name, may_change)
+    for name, change in CHANGES.items():
+        _note_before(EngineCore, name, change)
+
+    @wrapping.hook(kv_cache_utils)
+    def _gen_lora_extra_hash_keys(request: Any) -> list[tuple[Any, ...]]:
+        lora = request.lora_request
+        return [("lora", lora.lora_name, lora.lora_path, lora.lora_int_id)] if lora else []
 
 
-def _note_before(engine: Any, name: str, may_change: Callable[..., bool]) -> None:
+def install_in_api_server() -> None:
+    """Clear a flag that vLLM up to 0.32 leaves on an adapter that was loaded in place: with each request
+    workers would read its files again in each step, with whatever weights they have by then."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+    stock = OpenAIServingModels.load_lora_adapter
+
+    @wrapping.hook(OpenAIServingModels)
+    async def load_lora_adapter(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = await stock(self, request, *args, **kwargs)
+        if (loaded := self.lora_requests.get(request.lora_name)) is not None:
+            loaded.load_inplace = False
+        return answer
+
+
+def note(counts: Counter[str], call: str) -> None:
+    """Count a call that costs all KV, and say so once."""
+    if call not in counts and len(counts) >= MOST_CALLS:
+        call = "other"
+    if not counts[call]:
+        logger.warning(ONCE, call)
+    counts[call] += 1
+
+
+def _note_before(engine: Any, name: str, change: Callable[..., str | None]) -> None:
     stock = getattr(engine, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note = getattr(getattr(self, "scheduler", None), "on_new_weights", None)  # none while it begins
-        if note is not None and may_change(*args, **kwargs):
-            note()
+        tell = getattr(getattr(self, "scheduler", None), "on_new_weights", None)  # none while it begins
+        if tell is not None and (by := change(*args, **kwargs)) is not None:
+            tell(by)
         return stock(self, *args, **kwargs)
 
     call.__name__ = name

@@ -164,9 +164,9 @@ class PinReclaimer:
                 turn.refused_s = now_s
             if now_s - turn.refused_s > self._reclaim_after_s:
                 return True
-        return not self._scheduler.running and not self._memory_will_be_freed()
+        return not self._scheduler.running and not self.memory_will_be_freed()
 
-    def _memory_will_be_freed(self) -> bool:
+    def memory_will_be_freed(self) -> bool:
         """Whether a KV load is in flight, or a connector still uses a finished request's blocks."""
         scheduler = self._scheduler
         arrived = scheduler.finished_recving_kv_req_ids
