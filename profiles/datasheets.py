@@ -29,7 +29,7 @@ from continuum_lmcache.reload.cards import (
     assumed_costs,
 )
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.reload.model_shapes import KNOWN
+from continuum_lmcache.reload.known_models import KNOWN
 from profiles.timing import rounded
 
 HERE = Path(__file__).resolve().parent

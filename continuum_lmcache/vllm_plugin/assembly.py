@@ -20,7 +20,7 @@ from continuum_lmcache.engine import Engine
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import assumed_costs, card_of
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
-from continuum_lmcache.reload.model_shapes import EXPERTS_PER_TOKEN, parameters, shape
+from continuum_lmcache.reload.model_shapes import shape
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.telemetry.samples import MetricSamples
@@ -130,7 +130,7 @@ def assumed(kv_bytes_per_token: int, on: VllmConfig) -> CostModel:
     if card is not None:
         model, where = model_config.hf_text_config.to_dict(), "the model's config"
         try:
-            found = shape(model, where, "", 0.0, "", parameters(model, where, EXPERTS_PER_TOKEN))
+            found = shape(model, where, weights=(0.0, ""))
         except ConfigError as unknown:
             logger.info("costs are not of this model: %s", unknown)
         else:
