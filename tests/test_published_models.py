@@ -2,9 +2,9 @@
 
 tests/configs has of each file the fields that count. Copies of the files of DeepSeek-V3.2, gpt-oss-120b,
 Kimi-K2, Qwen3-Next, Qwen3.6-35B-A3B (of a quantized release), MiniMax-M2.5, Llama 3.1 70B and
-Qwen3-Coder-480B were read in github.com/ai-dynamo/aiconfigurator, with the shape of GLM-4.7; Gemma 3's in several repositories. The
-quantization of GLM-4.7-FP8, Qwen3-Coder-480B-FP8 and the GPTQ model, and Devstral's and Qwen2.5's fields are
-written after public pages. Parameters are those of the model cards.
+Qwen3-Coder-480B were read in github.com/ai-dynamo/aiconfigurator, with the shape of GLM-4.7; Gemma 3's in
+several repositories. The quantization of GLM-4.7-FP8, Qwen3-Coder-480B-FP8 and the GPTQ model, and fields of
+Devstral and Qwen2.5 are written after public pages. Parameters are those of the model cards.
 """
 
 from __future__ import annotations

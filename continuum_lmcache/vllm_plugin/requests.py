@@ -38,8 +38,8 @@ def new_turn(request: Request, config: ContinuumConfig) -> tuple[NewTurn, list[s
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
     if NESTED in ignored:
         logger.warning_once(
-            "A request's body has an object extra_body, of which nothing is read: put its fields into the body "
-            "itself, as the SDKs do with their argument of that name (logged once)"
+            "A request's body has an object extra_body, of which nothing is read: put its fields into the "
+            "body itself, as SDKs do with their argument of that name (logged once)"
         )
     priority = request.priority
     if priority and not config.honor_priority:
