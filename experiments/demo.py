@@ -5,7 +5,7 @@
 
 It measures the machine first and makes the pressure to fit (demo_scenario.py has the proportions). Then one
 server after the other, each alone, from the same tiers: stock fcfs, a queue in the programs' order, and
-`continuum` (demo_servers.py). At the end it checks whether memory was short and the machine equally fast for all,
+`continuum` (demo_servers.py). At the end it checks whether memory was short and the machine the same for all,
 and says so if it was not.
 """
 

@@ -87,9 +87,9 @@ def busy(probes_s: Sequence[float], others: Sequence[float]) -> str:
     if ratio <= MOST_PROBE_RATIO and share <= MOST_OTHER_SHARE:
         return ""
     return (
-        f"No result: the servers did not have this machine alone, or not equally fast. Other work had up to "
-        f"{share:.0%} of its cores, and the same computation took up to {ratio:.2f} times as long between the "
-        "servers. Run it again when nothing else runs."
+        "No result: the servers did not have this machine alone, or not equally fast. Other work had up to "
+        f"{share:.0%} of its cores, and the same computation took up to {ratio:.2f} times as long between "
+        "the servers. Run it again when nothing else runs."
     )
 
 
