@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.console.lmcache_check import checked
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import CARDS, card_of
-from continuum_lmcache.reload.known_models import KNOWN
 from continuum_lmcache.types import Tier
 from experiments.tiny_model import CONFIG
 
@@ -405,7 +405,15 @@ anything = (
 
 @given(
     changes=st.dictionaries(
-        st.sampled_from([*CONFIG, "text_config", "layer_types", "kv_lora_rank", "sliding_window"]), anything
+        st.sampled_from(
+            [
+                *(*CONFIG, "text_config", "layer_types", "kv_lora_rank", "sliding_window", "vision_config"),
+                *("quantization_config", "num_experts", "moe_layer_freq", "mlp_only_layers", "q_lora_rank"),
+                *("index_head_dim", "sparse_attention_config", "first_k_dense_replace", "mlp_layer_types"),
+                *("n_shared_experts", "num_experts_per_tok", "linear_num_value_heads"),
+            ]
+        ),
+        anything,
     )
 )
 def test_whatever_a_config_holds_a_shape_comes_out_or_a_reason(changes: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.reload.known_models import KNOWN
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.model_shapes import ModelShape
 
 LLAMA = KNOWN["llama-3.1-8b"]

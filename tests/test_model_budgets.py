@@ -15,9 +15,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cards import CARDS
 from continuum_lmcache.reload.cost_model import UNMEASURED
-from continuum_lmcache.reload.known_models import KNOWN
 from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.vllm_plugin import assembly
 

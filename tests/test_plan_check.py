@@ -10,8 +10,8 @@ import pytest
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, advice
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
-from continuum_lmcache.reload.known_models import KNOWN
 from continuum_lmcache.telemetry.findings import Severity
 from continuum_lmcache.types import Tier
 

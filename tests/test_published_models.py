@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from console import Command
 
+from continuum_lmcache.console.known_models import CONFIGS, KNOWN, by_name
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.reload.known_models import CONFIGS, KNOWN, by_name
 from continuum_lmcache.reload.model_weights import parameters, quantized_bits
 
 CONFIG_FILES = Path(__file__).parent / "configs"
@@ -195,6 +195,8 @@ def test_a_quantized_weight_has_its_bits_and_its_share_of_a_scale(config: Any, b
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
         {"quant_method": "compressed-tensors", **groups({"num_bits": 4}, {"num_bits": 8})},
         {"quant_method": "gptq", "bits": "8"},
+        groups({"num_bits": [8]}),
+        {"quant_method": {"a": 1}, "config_groups": {}},
     ],
 )
 def test_a_quantization_that_is_not_known_is_refused_and_weights_may_be_given(

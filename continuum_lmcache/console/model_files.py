@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from continuum_lmcache.console.known_models import by_name
 from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.reload.known_models import by_name
 from continuum_lmcache.reload.model_shapes import ModelShape, shape
 from continuum_lmcache.reload.model_weights import count
 

@@ -141,31 +141,28 @@ def quantized_bits(config: Config, where: str) -> float:
     """Bits of a quantized weight, with its scales."""
     method, groups = str(config.get("quant_method")), config.get("config_groups")
     algorithm = str(config.get("quant_algo")).upper()
-    sizes: set[tuple[Any, Any, Any]] = set()
+    given: list[Config] = []
     if isinstance(groups, dict):
-        listed = [one.get("weights") for one in groups.values() if isinstance(one, dict)]
-        sizes = {
-            (one.get("num_bits"), one.get("group_size"), f"{one.get('type')} {one.get('symmetric')}")
-            for one in listed
-            if isinstance(one, dict)
-        }
-    elif given := config.get("bits") or config.get("w_bit"):
-        sizes = {(given, config.get("group_size"), "int, with zeros")}
+        each = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        names = ("num_bits", "group_size", "type", "symmetric")
+        given = [{name: one.get(name) for name in names} for one in each if isinstance(one, dict)]
+    elif bits := config.get("bits") or config.get("w_bit"):
+        given = [{"num_bits": bits, "group_size": config.get("group_size")}]
     elif config.get("load_in_4bit") or config.get("load_in_8bit"):
         return 4.5 if config.get("load_in_4bit") else 8.0
     elif method in ("fp8", "fbgemm_fp8") or algorithm.startswith("FP8"):
         return 8.0
     elif method == "mxfp4" or algorithm == "NVFP4":
         return 4.25 if method == "mxfp4" else 4.5
-    if len(sizes) != 1:
+    if not given or any(one != given[0] for one in given):
         raise ConfigError(f"{where}: what a weight takes under quant_method {method!r} is not known; {GIVE}")
-    ((bits, group, kind),) = sizes
+    bits, group = given[0]["num_bits"], given[0]["group_size"]
     if not isinstance(bits, int) or not 0 < bits < 17:
         raise ConfigError(f"{where}: the quantization's bits are {bits!r:.40}; {GIVE}")
     if not isinstance(group, int) or group < 1:
         return float(bits)
-    is_float = str(kind).startswith("float")
-    return bits + (8 if is_float else 16 if str(kind).endswith("True") else 16 + bits) / group
+    scale_bits = 8 if given[0].get("type") == "float" else 16 if given[0].get("symmetric") else 16 + bits
+    return bits + scale_bits / group
 
 
 def left_out(config: Config, module: str, layers: int) -> float:
