@@ -65,6 +65,12 @@ def test_a_config_that_leaves_nothing_out_gives_the_same_without_transformers(
     assert shape_of(str(CONFIG_FILES / f"{name}.json")) == beside_vllm
 
 
+def test_a_text_models_own_file_is_completed_like_the_part_of_another(tmp_path: Path) -> None:
+    part = json.loads((CONFIG_FILES / "gemma-3-27b.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(part))
+    assert shape_of(str(tmp_path)).bytes_per_token() == HAND["gemma-3-27b"][0]
+
+
 def test_one_that_leaves_its_vocabulary_out_is_refused_without_transformers(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
