@@ -74,6 +74,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         files.recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
     if (folder or durations_path) and owns_process():
         files.save_on_signals()
+        if folder:
+            logger.info("recording to %s; kill -USR1 %d writes it now", files.recording_path, os.getpid())
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     told = vars(scheduler.vllm_config.scheduler_config)
     tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))

@@ -65,8 +65,6 @@ class EngineFiles:
         vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
         """
         signal.signal(signal.SIGUSR1, lambda *_: self.start_save())
-        if self.recording_path is not None:
-            logger.info("recording to %s; kill -USR1 %d writes it now", self.recording_path, os.getpid())
         stock = signal.getsignal(signal.SIGTERM)
         if not callable(stock):
             return
