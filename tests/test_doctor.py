@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.console.known_models import KNOWN
-from continuum_lmcache.console.lmcache_check import checked
+from continuum_lmcache.console.lmcache_check import checked, filled
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import CARDS, card_of
@@ -267,6 +267,14 @@ def test_vllms_own_offloading_is_a_tier_of_its_size(command: Command, tmp_path: 
         found = command("doctor", *H200, "--lmcache", path, "--json").json
         assert "unknown-connector" not in names(found)
         assert found["tokens"]["dram"] == size_gib * 2**30 // 131_072
+
+
+@pytest.mark.parametrize(
+    ("eviction", "share"),
+    [(None, 1.0), ({}, 0.8), ({"trigger_watermark": 0.5}, 0.5), ({"trigger_watermark": "half"}, 0.8)],
+)
+def test_a_disk_counts_up_to_the_watermark_of_its_adapter(eviction: Any, share: float) -> None:
+    assert filled(eviction) == share
 
 
 def test_no_command_is_refused_in_one_line(command: Command) -> None:

@@ -131,4 +131,7 @@ def server_sizes(
 
 def filled(eviction: Any) -> float:
     """The share of an adapter's size that is filled before LMCache evicts; all of it if it never does."""
-    return float(eviction.get("trigger_watermark", WATERMARK)) if isinstance(eviction, Mapping) else 1.0
+    if not isinstance(eviction, Mapping):
+        return 1.0
+    share = eviction.get("trigger_watermark")
+    return share if isinstance(share, float) and 0 < share <= 1 else WATERMARK
