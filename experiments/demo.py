@@ -5,11 +5,13 @@
 
 It measures the machine first and makes the pressure to fit (demo_scenario.py has the proportions). Then one
 server after the other, each alone, from the same tiers: stock fcfs, a queue in the programs' order, and
-`continuum` (demo_servers.py). At the end it checks whether memory was short, and says so if it was not.
+`continuum` (demo_servers.py). At the end it checks whether memory was short and the machine the same for all,
+and says so if it was not.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from experiments.demo_scenario import START_FACTOR, WASTE, WINDOWS_TOKENS, Scena
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, ROOT, compared, measured
 from experiments.selection import Selection
 from experiments.server import ServerError
+from experiments.sweep.conditions import other_work_s, probe_s
 from experiments.tiny_model import make_model
 
 TOTAL_S = 420.0  # for a run, all included; a slow start or two may add a minute. In 300 a slow
@@ -94,13 +97,17 @@ def demo(trace: Path | None, out: Path, clock: Clock) -> str:
     clock.console.print(demo_report.scenario_words(found, scenario))
     work_s = scenario.programs / min(scenario.capacity_jps, scenario.jps)
     each_s = START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
-    paths, chosen = {}, workload(trace, 1, scenario)
+    paths, chosen, probes_s, others = {}, workload(trace, 1, scenario), [probe_s()], list[float]()
     for who in contenders:
         left_s = each_s * (clock.stages - clock.stage)
         sent = f"{scenario.programs} programs, {scenario.limit_s:.0f} s at most"
         clock.announce(f"{who.name}: {sent}", left_s)
+        began_s, before_s = time.monotonic(), other_work_s()
         paths[who.name] = compared(who, scenario, chosen, model, out)
-    return demo_report.write(paths, out, clock.console)
+        cores_s = (os.cpu_count() or 1) * (time.monotonic() - began_s)
+        others.append((other_work_s() - before_s) / cores_s)
+        probes_s.append(probe_s())
+    return demo_report.write(paths, out, clock.console, demo_report.busy(probes_s, others))
 
 
 def main(

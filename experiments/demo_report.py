@@ -37,6 +37,8 @@ ROWS: Rows = {  # of the table
 CUT = "programs cut off by the time limit"
 IN_README = ("job time mean, s", "first token of a later turn, longest, s", CUT)  # rows beside the sentence
 CUT_NOTE = "A program that was cut off counts with its time so far, which favours the slower."
+MOST_PROBE_RATIO = 1.15  # of the slowest to the fastest: a free machine's differ by a few hundredths
+MOST_OTHER_SHARE = 0.1  # of the cores
 HELD = f"The pressure held, by what {FCFS.name} met:"
 
 
@@ -51,24 +53,44 @@ def scenario_words(found: Measured, scenario: Scenario) -> str:
     )
 
 
-def write(paths: Mapping[str, Path], out: Path, console: Console) -> str:
-    """Table, CSV and figure of the summaries at `paths` into `out`; the page, without its figure."""
+def write(paths: Mapping[str, Path], out: Path, console: Console, instead: str = "") -> str:
+    """Table, CSV and figure of the summaries at `paths` into `out`; the page, without its figure.
+
+    `instead`: what to say in place of a result.
+    """
     runs = {name: next(iter(load([path]).values())) for name, path in paths.items()}
     is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
     conclusion = f"{CUT_NOTE}\n\n" * is_cut + verdict(proportions(paths[FCFS.name], runs))
     cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
     rows = comparison(runs, ROWS | (cut if is_cut else {}))
-    console.print(gains(runs), style="bold", soft_wrap=True)
+    said = instead or gains(runs)
+    console.print(said, style="bold", soft_wrap=True)
     console.print(plain(rows, caption(runs)))
     console.print(conclusion.replace("**", ""), soft_wrap=True)
     page = (
-        f"{gains(runs)}\n\n{sent(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}; {when()}\n\n"
+        f"{said}\n\n{sent(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}; {when()}\n\n"
         f"{markdown(rows)}\n\n{conclusion}\n"
     )
     (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
     write_csv(runs, out / "comparison.csv", ROWS)
     draw(runs, out / "comparison")
     return page
+
+
+def busy(probes_s: Sequence[float], others: Sequence[float]) -> str:
+    """In place of a result: that the servers did not have the same machine; "" if they had.
+
+    `probes_s`: of the same computation before, between and after the servers; `others`: of each server, the
+    share of the machine's cores that other processes had.
+    """
+    ratio, share = max(probes_s) / min(probes_s), max(others)
+    if ratio <= MOST_PROBE_RATIO and share <= MOST_OTHER_SHARE:
+        return ""
+    return (
+        "No result: the servers did not have this machine alone, or not equally fast. Other work had up to "
+        f"{share:.0%} of its cores, and the same computation took up to {ratio:.2f} times as long between "
+        "the servers. Run it again when nothing else runs."
+    )
 
 
 def proportions(stock: Path, runs: Runs) -> tuple[Proportion, ...]:

@@ -13,6 +13,7 @@ from statistics import median
 
 import matplotlib
 import numpy as np
+import typer
 
 from experiments.tables import SOURCES, Summary, caption
 
@@ -118,5 +119,10 @@ def draw_tiers(rows: Path, path: Path) -> list[Path]:
     return save(figure, path)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw README's figure again from its rows, in experiments/records/figures."""
     print(*draw_tiers(RECORDS / "tiers.csv", RECORDS / "benefit-and-price"), sep="\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

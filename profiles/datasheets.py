@@ -19,6 +19,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cards import (
     CARDS,
     CHUNK_TOKENS,
@@ -29,7 +30,6 @@ from continuum_lmcache.reload.cards import (
     assumed_costs,
 )
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.reload.model_shapes import KNOWN
 from profiles.timing import rounded
 
 HERE = Path(__file__).resolve().parent

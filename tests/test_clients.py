@@ -279,3 +279,20 @@ def test_a_name_that_no_header_can_carry_is_not_answered(name: str) -> None:
     body = {"model": "m", "prompt": "hi", "job_id": name}
     headers = ask(app([]), "/v1/completions", {}, body, raises=False).headers
     assert not {"x-session-id", "set-cookie"} & set(headers)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_extra_body_inside_a_plain_body_is_counted_and_its_names_are_not_read(
+    path: str, bench: Bench
+) -> None:
+    nested = {"extra_body": {"job_id": "run-42"}}
+    found = dict(send(app([]), path, {}, {"model": "m"} | BODIES[path] | nested)["extra_args"])
+    found.pop(TOOLS_FIELD, None)
+    assert found == {UNUSED_FIELD: ["extra_body"]}
+    bench.turn(None, list(range(40)), **found)
+    assert bench.parts.ignored == {"extra_body": 1}
+
+
+@pytest.mark.parametrize("nested", [{"top_k": 5}, "job_id", None])
+def test_an_extra_body_without_a_field_of_ours_is_not_our_matter(nested: Any) -> None:
+    assert without({}, {"extra_body": nested}) == {}

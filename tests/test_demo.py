@@ -1,6 +1,10 @@
 """The demo's parts that need no server: its scenario, its servers' options, its texts."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +165,39 @@ def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path)
         "agent waited up to 1 s for its first token (up to 1 s with stock vLLM and LMCache).\n"
     )
     assert all((tmp_path / f"comparison.{kind}").exists() for kind in ("csv", "png", "svg"))
+
+
+def test_where_other_work_ran_beside_a_server_no_number_is_the_result(tmp_path):
+    paths = measured_paths(tmp_path, fcfs=[3.0], continuum=[2.0])
+    instead = demo_report.busy([1.0, 1.02, 0.98, 1.3], [0.01, 0.02, 0.45])
+    assert "Other work had up to 45% of its cores" in instead and "1.33 times as long" in instead
+    page = demo_report.write(paths, tmp_path, Console(quiet=True), instead)
+    assert page.startswith("No result: ") and "1.5 times as soon" not in page
+    assert demo_report.excerpt(page).startswith("**No result: ")
+
+
+@pytest.mark.parametrize(
+    ("probes_s", "others", "is_busy"),
+    [
+        ([1.0, 1.1, 1.0, 1.0], [0.02, 0.05, 0.09], False),
+        ([1.0, 1.0, 1.0, 1.2], [0.02, 0.02, 0.02], True),  # a slower machine at the end
+        ([1.0, 1.0, 1.0, 1.0], [0.02, 0.02, 0.2], True),  # other work during the last server alone
+    ],
+)
+def test_the_servers_are_compared_only_if_each_had_the_machine_alone(probes_s, others, is_busy):
+    assert bool(demo_report.busy(probes_s, others)) == is_busy
+
+
+def test_the_work_of_others_is_seen_and_that_of_an_ended_child_is_this_process_own():
+    spin = "import time\nwhile time.process_time() < 1: pass"
+    before_s = conditions.other_work_s()
+    child = subprocess.Popen([sys.executable, "-c", spin])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it
+    as_another_s, began_s = conditions.other_work_s(), time.monotonic()
+    child.wait()
+    as_own_s, cores_s = conditions.other_work_s(), os.cpu_count() * (time.monotonic() - began_s)
+    assert as_another_s - before_s > 0.9
+    assert as_own_s - as_another_s < cores_s - 0.9
 
 
 def test_where_the_time_limit_cut_programs_off_the_page_begins_with_how_many_finished(tmp_path):

@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.console.lmcache_check import checked
+from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.console.lmcache_check import checked, filled
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import CARDS, card_of
-from continuum_lmcache.reload.model_shapes import KNOWN
 from continuum_lmcache.types import Tier
 from experiments.tiny_model import CONFIG
 
@@ -54,7 +54,7 @@ def test_an_h200_by_its_data_sheet_is_advisable_and_shown_as_unmeasured(
     assert ran.status == 0
     found = ran.json
     assert found["advisable"] and found["costs_from"].endswith("h200-llama-3.1-8b.yaml, not measured")
-    assert found["tokens"] == {"gpu": 919_232, "dram": 200 * 2**30 // 131_072}
+    assert found["tokens"] == {"gpu": 919_232, "dram": 160 * 2**30 // 131_072}, "up to LMCache's watermark"
     assert found["programs"]["gpu"] == 13  # of 70,126 tokens
     assert found["break_even_tokens"]["dram"] == 0
     assert found["break_even_tokens"]["ssd"] == pytest.approx(15_236, abs=1)
@@ -83,23 +83,102 @@ def test_a_cache_too_small_for_the_programs_is_not_advisable(command: Command, t
 
 
 def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
-    """The repository's tiers are too small for a card's 40 programs: nothing of that stops a server."""
-    asked = ("doctor", *H200, "--programs", "40", "--lmcache", ROOT / "lmcache.json")
+    asked = ("doctor", *H200, "--context", "200000")
     ran = command(*asked)
     assert ran.status == 1
     assert ran.out.startswith("This deployment works but is NOT advisable: 1 warning.")
-    assert "40 programs need 2,805,040 tokens, 342 GiB; the GPU holds 919,232" in ran.out
     assert command(*asked, "--json").json["advisable"] is False
+
+
+def test_where_memory_is_short_continuum_is_advised_as_the_readme_does(command: Command) -> None:
+    asked = ("doctor", "Llama-3.1-8B", "--gpu", "h100", "--programs", "40", "--context", "60000")
+    ran = command(*asked)
+    assert ran.status == 0
+    assert ran.out.startswith("This deployment is advisable: memory is short, so continuum helps.")
+    (said,) = [f for f in command(*asked, "--json").json["findings"] if f["name"] == "memory-is-short"]
+    again = (40 * 60_000 - 461_360) // 40
+    assert (
+        f"40 programs need 2,400,000 tokens; the GPU holds 461,360: stock vLLM computes up to {again:,}"
+        in (said["evidence"])
+    )
+    assert "LMCACHE_MAX_LOCAL_CPU_SIZE=367" in said["remedy"]  # 293 GiB at 0.8
+    enough = command(*asked, "--lmcache", ROOT / "lmcache.json", "--json")
+    assert "memory-is-short" in names(enough.json), "5 GB hold few of them"
+
+
+def test_dram_that_holds_all_programs_ends_the_shortage(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the size that the finding itself gave."""
+    monkeypatch.setenv("LMCACHE_MAX_LOCAL_CPU_SIZE", "367")
+    asked = ("doctor", "Llama-3.1-8B", "--gpu", "h100", "--programs", "40", "--context", "60000")
+    ran = command(*asked, "--lmcache", ROOT / "lmcache.json", "--json")
+    assert "memory-is-short" not in names(ran.json)
+    assert ran.json["programs"]["dram"] >= 40
+
+
+def test_where_not_one_program_fits_nothing_is_advised(command: Command) -> None:
+    ran = command("doctor", "Gemma-3-27B", "--gpu", "h100", "--gpu-memory-utilization", "0.72", "--json")
+    assert ran.json["programs"]["gpu"] == 0 and ran.status == 1
+    assert "context-exceeds-kv-cache" in names(ran.json)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_an_error(command: Command) -> None:
+    ran = command("doctor", "Llama-3.1-8B", "--gpu", "h100", "--tensor-parallel-size", "3")
+    assert ran.status == 1 and "ERROR heads-not-divisible: 32 heads, 8 of K and V" in ran.out
 
 
 def test_the_shipped_file_is_advisable_without_a_profile(command: Command) -> None:
     """README's own command: what nobody measured and nobody asked for is no error and no warning."""
     for name, shape in KNOWN.items():
-        ranks = next(n for n in (1, 2, 4, 8, 16, 32) if n * 68 * GIB > shape.weight_bytes)
-        asked = ("doctor", name, "--gpu", "h100", "--tensor-parallel-size", ranks)
+        sizes = (n for n in (1, 2, 4, 8, 16, 32, 64) if shape.query_heads % n == 0)
+        ranks = next((n for n in sizes if n * 62 * GIB > shape.weight_bytes), 1)
+        asked = ("doctor", name, "--gpu", "b200" if ranks == 1 else "h100", "--tensor-parallel-size", ranks)
         ran = command(*asked, "--lmcache", ROOT / "lmcache.json", "--json")
-        assert ran.status == 0 and ran.json["advisable"], (name, ran.out)
+        is_tried = shape.kv_heads > 0 and not shape.windowed_layers and not shape.state_layers
+        assert (ran.status == 0 and ran.json["advisable"]) == is_tried, (name, ran.out)
+        assert ("untried-over-lmcache" in names(ran.json)) != is_tried
         assert "not-measured" in names(ran.json)
+
+
+@pytest.mark.parametrize(
+    ("model", "connector", "name", "severity"),
+    [
+        ("gpt-oss-20b", "LMCacheMPConnector", "untried-over-lmcache", "warning"),
+        ("gpt-oss-20b", "LMCacheConnectorV1", None, None),  # windows are kept like full attention there
+        ("Qwen3-Coder-Next", "LMCacheMPConnector", "untried-over-lmcache", "warning"),
+        ("Qwen3-Coder-Next", "LMCacheConnectorV1", "lmcache-refuses-model", "error"),
+        ("DeepSeek-V3.2", "ContinuumLMCacheMPConnector", "untried-over-lmcache", "warning"),
+        ("DeepSeek-V3.2", "OffloadingConnector", None, None),
+        ("Llama-3.1-8B", "LMCacheMPConnector", None, None),
+    ],
+)
+def test_what_nobody_tried_over_lmcache_is_said_as_in_the_models_page(
+    command: Command, tmp_path: Path, model: str, connector: str, name: str | None, severity: str | None
+) -> None:
+    path = lmcache_json(tmp_path, {}, kv_connector=connector)
+    ran = command("doctor", model, "--kv-gib", "40", "--lmcache", path, "--json")
+    kinds = {"untried-over-lmcache", "lmcache-refuses-model"}
+    found = [(f["name"], f["severity"]) for f in ran.json["findings"] if f["name"] in kinds]
+    assert found == ([(name, severity)] if name else [])
+
+
+def test_on_a_cpu_lmcache_refuses_windows(command: Command, tmp_path: Path) -> None:
+    profile = next((ROOT / "profiles").glob("*cpu*.yaml"))
+    path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector="LMCacheMPConnector")
+    ran = command("doctor", "gpt-oss-20b", "--profile", profile, "--kv-gib", "40", "--lmcache", path)
+    assert ran.status == 1 and "refuses layers with a window on a CPU" in ran.out
+
+
+def test_over_lmcache_in_vllms_process_windows_count_like_full_attention(
+    command: Command, tmp_path: Path
+) -> None:
+    path = lmcache_json(tmp_path, {}, kv_connector="LMCacheConnectorV1")
+    asked = ("doctor", "gpt-oss-20b", "--kv-gib", "40", "--json")
+    alone, over = (
+        command(*asked, *more).json["arithmetic"][0]["value"] for more in ((), ("--lmcache", path))
+    )
+    assert over == 2 * alone
 
 
 def test_assumed_costs_follow_the_model_the_card_and_the_ranks(command: Command) -> None:
@@ -157,7 +236,7 @@ def test_a_setting_with_which_no_server_starts_is_an_error(
 
 
 def test_a_tier_smaller_than_the_gpu_is_a_note(command: Command, tmp_path: Path) -> None:
-    small = BIG | {"lmcache.max_local_cpu_size": 5.0}
+    small = BIG | {"lmcache.max_local_cpu_size": 100.0}
     for extra, is_named in ((small, True), (BIG, False)):
         ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, extra), "--json")
         assert ran.json["advisable"] and ("tiers-smaller-than-gpu" in names(ran.json)) == is_named
@@ -188,6 +267,14 @@ def test_vllms_own_offloading_is_a_tier_of_its_size(command: Command, tmp_path: 
         found = command("doctor", *H200, "--lmcache", path, "--json").json
         assert "unknown-connector" not in names(found)
         assert found["tokens"]["dram"] == size_gib * 2**30 // 131_072
+
+
+@pytest.mark.parametrize(
+    ("eviction", "share"),
+    [(None, 1.0), ({}, 0.8), ({"trigger_watermark": 0.5}, 0.5), ({"trigger_watermark": "half"}, 0.8)],
+)
+def test_a_disk_counts_up_to_the_watermark_of_its_adapter(eviction: Any, share: float) -> None:
+    assert filled(eviction) == share
 
 
 def test_no_command_is_refused_in_one_line(command: Command) -> None:
@@ -229,7 +316,7 @@ HYBRID = {  # the keys by which public configs say so, and how many of 8 layers 
 @pytest.mark.parametrize("name", HYBRID)
 def test_only_layers_with_attention_count_for_each_token(tmp_path: Path, name: str) -> None:
     changes, full = HYBRID[name]
-    found = shape_of(str(config_json(tmp_path, **changes)))
+    found = shape_of(str(config_json(tmp_path, **changes)), 1e9)
     assert (found.layers, found.state_layers) == (full, 8 - full)
 
 
@@ -265,7 +352,8 @@ def test_a_model_of_the_local_hugging_face_cache_is_read(
 def test_quantized_weights_are_estimated_by_their_method(tmp_path: Path) -> None:
     plain = shape_of(str(config_json(tmp_path))).weight_bytes
     path = config_json(tmp_path, quantization_config={"quant_method": "fp8"})
-    assert shape_of(str(path)).weight_bytes == plain / 2
+    tables = 2 * 4096 * 512 * 2  # embeddings and head, which are left out
+    assert shape_of(str(path)).weight_bytes == (plain - tables) / 2 + tables
 
 
 def test_quantized_weights_that_are_not_here_may_be_given(command: Command, tmp_path: Path) -> None:
@@ -281,7 +369,8 @@ def test_quantized_weights_that_are_not_here_may_be_given(command: Command, tmp_
     ("arguments", "words"),
     [
         (["Lama-3.1-8B"], "did you mean 'Llama-3.1-8B'?"),
-        (["LLAMA-3.1-8X-instruct"], "did you mean 'Llama-3.1-8B'? Known: DeepSeek"),
+        (["LLAMA-3.1-8X-instruct"], "did you mean 'Llama-3.1-8B'?"),
+        (["nothing-like-it"], "Known: DeepSeek"),
         (["Llama-3.1-8B"], "give --gpu or --memory-gib"),
         (["Llama-3.1-8B", "--gpu", "h2000"], "did you mean 'h200'?"),
         ([*H200, "--kv-cache-dtype", "int3"], "known: auto"),
@@ -324,7 +413,15 @@ anything = (
 
 @given(
     changes=st.dictionaries(
-        st.sampled_from([*CONFIG, "text_config", "layer_types", "kv_lora_rank", "sliding_window"]), anything
+        st.sampled_from(
+            [
+                *(*CONFIG, "text_config", "layer_types", "kv_lora_rank", "sliding_window", "vision_config"),
+                *("quantization_config", "num_experts", "moe_layer_freq", "mlp_only_layers", "q_lora_rank"),
+                *("index_head_dim", "sparse_attention_config", "first_k_dense_replace", "mlp_layer_types"),
+                *("n_shared_experts", "num_experts_per_tok", "linear_num_value_heads"),
+            ]
+        ),
+        anything,
     )
 )
 def test_whatever_a_config_holds_a_shape_comes_out_or_a_reason(changes: dict[str, Any]) -> None:

@@ -36,9 +36,29 @@ def test_a_stock_server_is_judged_by_what_it_did_between_two_looks(
         ran = command("estimate", url + "/v1")
     assert ran.status == 0
     assert ran.out.startswith(
-        "yes: 99% of the KV cache is in use, 7 turns wait, 3 preemptions for 50 turns, and 10% of the prompt "
-        "tokens were found in the caches"
+        "yes: 99% of the KV cache is in use, 7 turns waiting, 3 preemptions for 50 turns, and 10% of the "
+        "prompt tokens were found in the caches"
     )
+    told = ran.err.splitlines()
+    assert told[0] == f"{url}: 60 s, in which at least 20 turns must end"
+    assert told[1:] == [f"{10 * look} s: 50 turns ended" for look in range(1, 7)]
+
+
+def test_an_address_needs_no_scheme(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.time, "sleep", lambda _s: None)
+    with metrics_server([BEFORE, AFTER]) as url:
+        assert command("estimate", url.removeprefix("http://")).out.startswith("yes: ")
+        assert command("status", url.removeprefix("http://") + "/v1/").out.startswith(url)
+
+
+def test_a_server_that_ends_few_turns_meanwhile_is_judged_since_its_start(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.time, "sleep", lambda _s: None)
+    with metrics_server([AFTER]) as url:
+        assert command("estimate", url).out.startswith("yes: since its start, as too few turns ended")
+    with metrics_server([BEFORE]) as url:
+        assert command("estimate", url).out.startswith("too early to tell: 0 turns ended")
 
 
 def test_a_server_that_runs_continuum_is_sent_to_status(command: Command) -> None:
@@ -52,6 +72,14 @@ def test_without_a_clone_a_trace_is_refused_with_what_to_do(
     monkeypatch.setattr(app, "SIMULATION", tmp_path / "estimate.py")
     assert "git clone" in command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
     assert "give the URL" in command.refused("estimate")
+
+
+@pytest.mark.parametrize("missing", ["vllm", "numpy"])
+def test_a_clone_without_what_the_simulator_needs_says_so(
+    command: Command, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setattr(app, "find_spec", lambda name: None if name == missing else name)
+    assert "make install" in command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
 
 
 def test_a_trace_gets_the_simulators_answer_for_the_model_and_the_card(

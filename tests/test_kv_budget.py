@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.reload.model_shapes import KNOWN, ModelShape
+from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.reload.model_shapes import ModelShape
 
 LLAMA = KNOWN["llama-3.1-8b"]
 LATENT = ModelShape("mla", 61, 0, 576, 2, 1.3e12, 163_840, "by hand")  # DeepSeek-V3's shape

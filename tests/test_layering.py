@@ -34,6 +34,7 @@ SERVE = sorted((PACKAGE / "serve").rglob("*.py"))
 RECORDINGS = sorted((PACKAGE / "recordings").rglob("*.py"))
 CONSOLE = sorted([*(PACKAGE / "console").rglob("*.py"), *(PACKAGE / "report").rglob("*.py")])
 CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "plotly", "rich", "prometheus_client"}
+CONSOLE_LIBRARIES |= {"transformers", "huggingface_hub"}  # beside vLLM alone
 CONNECTORS = sorted((ROOT / "connectors").rglob("*.py"))
 MOST_FILES = 12  # of a folder of the product, its __init__ among them
 

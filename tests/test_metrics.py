@@ -56,6 +56,14 @@ def test_an_engine_to_which_nothing_happens_reports_nothing_but_the_first_time(m
     assert heard[1:] == [{}] * 4
 
 
+def test_where_there_is_no_tier_no_store_is_said_to_be_up(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64))
+    heard = heard_by_front_ends(bench)
+    assert not any(each and "tier_store_up" in each for each in heard)
+    assert any(each and each.get("tier_store_info") == {"none": 1.0} for each in heard)
+
+
 def test_a_step_that_ends_an_engines_idleness_waits_for_no_figures(make: Make) -> None:
     bench = make(blocks=40)
     for story in range(3):

@@ -15,9 +15,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cards import CARDS
 from continuum_lmcache.reload.cost_model import UNMEASURED
-from continuum_lmcache.reload.model_shapes import KNOWN, ModelShape
+from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.vllm_plugin import assembly
 
 CONTEXT = 65_536
@@ -30,6 +31,10 @@ def specs(shape: ModelShape, ranks: int, block: int) -> dict[str, Any]:
     sizes = {"block_size": block, "dtype": torch.bfloat16, **heads}
     kind: Any = FullAttentionSpec if shape.kv_heads else MLAAttentionSpec
     found: dict[str, Any] = {f"full.{n}": kind(**sizes) for n in range(shape.layers)}
+    if shape.index_bytes:
+        index = {"block_size": block, "num_kv_heads": 1, "dtype": torch.uint8}
+        index["head_size"] = shape.index_bytes // shape.layers
+        found |= {f"index.{n}": MLAAttentionSpec(**index) for n in range(shape.layers)}
     window = {"sliding_window": shape.attention_window_tokens, **sizes}
     found |= {f"window.{n}": SlidingWindowSpec(**window) for n in range(shape.windowed_layers)}
     page = block * shape.layer_bytes(ranks)
@@ -49,6 +54,7 @@ MODELS = {  # GiB of KV and ranks; a state's page is a block, whose size vLLM ra
     "glm-4.6": (40, 8),
     "minimax-m2": (40, 4),
     "deepseek-v3.1": (40, 8),
+    "deepseek-v3.2": (40, 8),
     "gpt-oss-120b": (40, 1),
     "gemma-3-27b": (40, 1),
     "qwen3-coder-next": (40, 1),

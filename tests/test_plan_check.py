@@ -10,8 +10,8 @@ import pytest
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, advice
+from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
-from continuum_lmcache.reload.model_shapes import KNOWN
 from continuum_lmcache.telemetry.findings import Severity
 from continuum_lmcache.types import Tier
 
@@ -46,8 +46,11 @@ def test_a_sound_plan_is_not_objected_to() -> None:
         ({"shape": replace(SHAPE, window_tokens=39_999)}, "context-exceeds-window", Severity.WARNING),
         ({"shape": replace(SHAPE, windowed_layers=16)}, "layers-of-several-kinds", Severity.NOTE),
         ({"tiers": {Tier.DRAM: 159_999}}, "tiers-smaller-than-gpu", Severity.NOTE),
-        ({"tiers": {}, "programs": 5}, "memory-smaller-than-programs", Severity.WARNING),
-        ({"programs": 21}, "memory-smaller-than-programs", Severity.WARNING),
+        ({"ranks": 3}, "heads-not-divisible", Severity.ERROR),
+        ({"ranks": 64}, "heads-not-divisible", Severity.ERROR),
+        ({"budget": blocks(2_499), "is_assumed": True}, "context-exceeds-kv-cache", Severity.WARNING),
+        ({"tiers": {}, "programs": 5}, "memory-is-short", Severity.NOTE),
+        ({"programs": 21}, "memory-is-short", Severity.NOTE),
         ({"costs": replace(COSTS, ssd=SLOW)}, "ssd-slower-than-recompute", Severity.WARNING),
         ({"costs": replace(COSTS, ssd=replace(SLOW, samples=0))}, "ssd-slower-than-recompute", Severity.NOTE),
         ({"costs": replace(COSTS, ssd=TransferRate(5e9, 0, 0))}, "not-measured", Severity.NOTE),
@@ -67,11 +70,24 @@ def test_each_objection_has_a_plan_that_earns_it(change: Any, name: str, severit
         {"tiers": {Tier.DRAM: 160_000}},
         {"tiers": {}, "programs": 4},
         {"programs": 20},
+        {"ranks": 32},  # each K and V head on four ranks
     ],
 )
 def test_at_the_limit_nothing_is_wrong(change: Any) -> None:
     assert advice(replace(PLAN, **change)) == []
 
 
-def test_nothing_follows_from_the_length_of_programs_that_nobody_asked_for() -> None:
-    assert advice(replace(PLAN, context_tokens=40_000_000, is_assumed=True)) == []
+def test_a_window_below_a_context_that_nobody_asked_for_is_no_objection() -> None:
+    assert advice(replace(PLAN, shape=replace(SHAPE, window_tokens=39_999), is_assumed=True)) == []
+
+
+def test_short_memory_is_said_with_what_stock_vllm_computes_again_and_the_dram_that_holds_all() -> None:
+    """8 x 40,000 tokens in 160,000: half of each context; 39.1 GiB, at 0.8 of what LMCache fills 48.8."""
+    (found,) = advice(replace(PLAN, tiers={}, programs=8))
+    assert "stock vLLM computes up to 20,000 tokens again at a turn" in found.evidence
+    assert "49 GB behind LMCache (LMCACHE_MAX_LOCAL_CPU_SIZE=49)" in found.remedy
+
+
+def test_a_model_that_does_not_fit_is_said_with_the_ranks_that_would_do() -> None:
+    (found,) = advice(replace(PLAN, budget=blocks(0), ranks_that_fit=4))
+    assert "--tensor-parallel-size, 4 would do" in found.remedy

@@ -149,6 +149,30 @@ def test_each_panel_is_of_the_chosen_servers() -> None:
         assert query.count('{instance=~"$instance"') == len(metrics), query
 
 
+def test_the_dashboard_shows_what_operators_ask_first() -> None:
+    """Why is the cache full, how long do new programs wait, and what of my clients' fields is not read?"""
+    shown = set().union(*map(names, asked()))
+    asked_first = {"pinned_blocks", "longest_wait_seconds", "ignored_fields_total", "tier_bytes_per_second"}
+    assert {f"continuum_{name}" for name in asked_first} <= shown
+
+
+def test_each_tile_has_a_unit_and_the_two_that_can_be_bad_are_coloured() -> None:
+    page = json.loads(DASHBOARD.read_text())
+    tiles = {p["title"]: p for p in page["panels"] if p["type"] == "stat"}
+    for title, tile in tiles.items():
+        assert tile["fieldConfig"]["defaults"]["thresholds"]["steps"], title
+        assert tile["fieldConfig"]["defaults"]["unit"] != "short" or title in ("store up", "policy")
+    for title in ("wait to start", "store up"):
+        assert tiles[title]["options"]["colorMode"] == "background"
+        assert len(tiles[title]["fieldConfig"]["defaults"]["thresholds"]["steps"]) > 1
+
+
+def test_an_alert_says_that_a_server_is_down_and_that_new_programs_wait() -> None:
+    rules = alerts()
+    assert rules["ServerDown"].startswith("up == 0")
+    assert "continuum_longest_wait_seconds" in rules["NewProgramsWaitLong"]
+
+
 def test_a_real_prometheus_parses_each_query(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from dataclasses import replace
@@ -14,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import KEEP, Run, recording, saved, written
 
-from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.recordings.reader import RecordedEvent, facts_of, load
 from continuum_lmcache.types import PinEnd
 
 pytest.importorskip("plotly")
 
 from continuum_lmcache.report import page as pages
 from continuum_lmcache.report.charts import spans
+from continuum_lmcache.report.page import rows
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
 
@@ -125,9 +127,10 @@ def test_the_page_is_whole_in_itself(page: Path) -> None:
 
 def test_two_runs_stand_side_by_side_with_a_summary_each(page: Path) -> None:
     text = page.read_text()
-    row = re.search(r"<tr><td>job_time_s, max</td>(.*?)</tr>", text)
+    row = re.search(r"<tr><td>time of a program, s: longest</td>(.*?)</tr>", text)
     assert row is not None
-    assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10", "7"]
+    assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10.000", "7.000"]
+    assert re.findall(r"<th>([^<]+)</th>", text) == ["x", "y"], "runs have their own names"
     assert "3 programs with 4 turns ran on Llama" in text and "1 program with 1 turn ran" in text
 
 
@@ -169,6 +172,27 @@ def test_one_program_is_explained_by_its_events_and_decisions(command: Command, 
     ):
         assert words in ran.out
     assert "no program 'c'" in command.refused("report", path, "--program", "c")
+
+
+def test_a_wall_time_is_shown_by_how_long_after_its_event_it_is_and_without_noise() -> None:
+    event = {"pinned_time": 1_796_000_000.0, "deadline": 1_796_000_003.25, "queue_delay_s": 0.00080581}
+    said = facts_of(RecordedEvent("p", "here", "pinned_time", 1_796_000_000.0, event))
+    assert said == "deadline +3.250 s, queue_delay_s 0.001"
+
+
+def test_figures_have_names_in_words_and_thousands_separators() -> None:
+    found = {"prompt_tokens": {"GPU": 1_234_567}, "seconds": 1234.5, "first_token_s": {"mean": 0.25}}
+    assert dict(rows(found)) == {
+        "prompt tokens by source: GPU": "1,234,567",
+        "length, s": "1,234",
+        "first token after, s: mean": "0.250",
+    }
+
+
+def test_a_recording_of_the_prototype_is_refused_in_a_sentence(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "scheduler_timestamps"
+    path.write_text(json.dumps({"job-1": [{"Request_arrival_time": 1.0, "prompt_length": 9}]}))
+    assert "a recording of Continuum's prototype" in command.refused("report", path)
 
 
 def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from bench import Bench, prompt
 from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.vllm_plugin import files
+from continuum_lmcache.vllm_plugin import assembly, files
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -72,10 +72,12 @@ def test_a_disk_that_hangs_keeps_neither_a_signal_nor_the_engines_end_waiting(
 
 
 def test_a_signal_has_the_files_written_by_another_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, logged: Any
 ) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
+    said = logged(assembly, "info")
     bench: Bench = request.getfixturevalue("bench")
+    assert any(line.endswith(f"kill -USR1 {os.getpid()} writes it now") for line in said)
     bench.turn("p", prompt(40))
     threads, write = [], files.write_whole
     monkeypatch.setattr(

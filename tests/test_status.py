@@ -8,6 +8,7 @@ from console import text_of as page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuum_lmcache.console import app
 from continuum_lmcache.console.metrics_page import page_of
 from continuum_lmcache.console.status import status_of
 from continuum_lmcache.errors import ServerError
@@ -59,6 +60,15 @@ def test_the_versions_are_told_and_whether_vllm_loads_the_plugin(
     assert "does not load the plugin: VLLM_PLUGINS is 'other'" in ran.out or loads
 
 
+def test_without_vllm_nothing_is_said_to_load_the_plugin(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "find_spec", lambda _name: None)
+    ran = command("--version")
+    assert ran.status == 1 and "the plugin has no vLLM to load it here" in ran.out
+    assert "loads the plugin" not in ran.out
+
+
 def test_everything_wrong_with_a_server_is_reported_with_its_figure(command: Command) -> None:
     with metrics_server([page(BUSY)]) as url:
         ran = command("status", url, "--json")
@@ -98,6 +108,8 @@ def test_on_a_stock_server_continuum_is_not_on(command: Command) -> None:
     assert ran.status == 1 and "continuum is NOT on here" in ran.out.splitlines()[0]
     assert "too early to tell" in ran.out.splitlines()[0]
     assert "--scheduling-policy continuum" in ran.out
+    assert ran.out.rstrip().endswith("continuum is off.") and "wrong" not in ran.out
+    assert "not reported" not in ran.out
 
 
 def test_a_quiet_server_is_well_and_the_address_may_end_in_v1(command: Command) -> None:

@@ -17,6 +17,7 @@ SIZES = {  # of the server that vLLM starts, and of one that runs already
     Tier.DRAM: "LMCACHE_MAX_LOCAL_CPU_SIZE (or --l1-size-gb of a server of your own)",
     Tier.SSD: "LMCACHE_MAX_LOCAL_DISK_SIZE (or max_capacity_gb of its --l2-adapter)",
 }
+WATERMARK = 0.8  # share of its DRAM that LMCache fills by default
 MEASURE = "measure with profiles/measure.py on the machine that will serve, and give the file by --profile"
 
 
@@ -31,6 +32,13 @@ class DeploymentPlan:
     context_tokens: int  # of a program, at its end
     is_assumed: bool = False  # nobody asked for this context: no finding follows from its length
     programs: int | None = None  # alive at the same time; None: not given
+    ranks: int = 1
+    ranks_that_fit: int | None = None  # the fewest whose memory would hold the weights; None: not known
+
+    @property
+    def is_short(self) -> bool:
+        """Whether neither the GPU nor a tier holds all programs."""
+        return (self.programs or 0) * self.context_tokens > max(self.budget.tokens, *self.tiers.values(), 0)
 
     def programs_in(self, tokens: int) -> int:
         """How many fit into `tokens` of KV; each takes something besides its context."""
@@ -39,23 +47,32 @@ class DeploymentPlan:
 
 def advice(plan: DeploymentPlan) -> list[Finding]:
     """All problems that the numbers show."""
-    rules = (_memory, _tiers, _costs)
+    rules = (_tiers, _memory, _costs)
     return [finding for rule in rules for finding in rule(plan)]
 
 
 def _memory(plan: DeploymentPlan) -> Iterator[Finding]:
-    largest = 0 if plan.is_assumed else plan.context_tokens
+    largest, heads = 0 if plan.is_assumed else plan.context_tokens, plan.shape.kv_heads
+    if plan.shape.query_heads % plan.ranks or (heads % plan.ranks and plan.ranks % heads):
+        yield error(
+            "heads-not-divisible",
+            f"{plan.shape.query_heads} heads, {heads} of K and V, cannot be shared by {plan.ranks} ranks",
+            "vLLM refuses it: choose a --tensor-parallel-size that divides them",
+        )
     if plan.budget.blocks == 0:
+        more = f", {plan.ranks_that_fit} would do" if plan.ranks_that_fit else ""
         yield error(
             "no-kv-cache",
             "not one block of KV fits beside the weights",
-            "use a larger device, more ranks (--tensor-parallel-size) or smaller weights (quantization)",
+            f"use a larger device, more ranks (--tensor-parallel-size{more}) or smaller weights (quantized: "
+            "the config.json of such a checkpoint, or --weights-gib)",
         )
-    elif largest > plan.budget.tokens:
-        yield error(
+    elif plan.programs_in(plan.budget.tokens) == 0:
+        found, assumed = (warning, " (assumed)") if plan.is_assumed else (error, "")
+        yield found(
             "context-exceeds-kv-cache",
-            f"a context has {largest:,} tokens and the KV cache {plan.budget.tokens:,}",
-            "such a program can never run: shorten contexts, or give the KV cache more memory",
+            f"a context has {plan.context_tokens:,} tokens{assumed} and the KV cache {plan.budget.tokens:,}",
+            "such a program can never run: shorten contexts (--context), or give the KV cache more memory",
         )
     if largest > plan.shape.window_tokens:
         yield warning(
@@ -74,16 +91,17 @@ def _memory(plan: DeploymentPlan) -> Iterator[Finding]:
 
 
 def _tiers(plan: DeploymentPlan) -> Iterator[Finding]:
-    tokens = (plan.programs or 0) * plan.context_tokens
-    if tokens > max(plan.budget.tokens, *plan.tiers.values(), 0):
+    if plan.programs and plan.is_short and plan.budget.blocks:
+        tokens = plan.programs * plan.context_tokens
         held = "".join(f", {tier.value} {size:,}" for tier, size in plan.tiers.items())
-        gib = tokens * plan.budget.bytes_per_token / GIB
-        yield warning(
-            "memory-smaller-than-programs",
-            f"{plan.programs} programs need {tokens:,} tokens, {gib:,.0f} GiB; the GPU holds "
-            f"{plan.budget.tokens:,}{held}",
-            "what is evicted everywhere is computed again: give LMCache's server more DRAM "
-            "(LMCACHE_MAX_LOCAL_CPU_SIZE, or its --l1-size-gb) or a disk (docs/lmcache.md)",
+        again = (tokens - max(plan.budget.tokens, *plan.tiers.values(), 0)) // plan.programs
+        gib = tokens * plan.budget.bytes_per_token / GIB / WATERMARK
+        yield note(
+            "memory-is-short",
+            f"{plan.programs} programs need {tokens:,} tokens; the GPU holds {plan.budget.tokens:,}{held}: "
+            f"stock vLLM computes up to {again:,} tokens again at a turn",
+            f"continuum helps; DRAM that holds all helps more: {gib * plan.ranks:,.0f} GB behind LMCache "
+            f"(LMCACHE_MAX_LOCAL_CPU_SIZE={math.ceil(gib)}), or a disk (docs/lmcache.md)",
         )
     small = [tier for tier, size in plan.tiers.items() if size < plan.budget.tokens]
     if small:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
 from continuum_lmcache.console import status as statuses
-from continuum_lmcache.console.health_rules import policy, would_help
+from continuum_lmcache.console.health_rules import FINISHED, LEAST_TURNS, policy, would_help
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.errors import ConfigError, ContinuumError
 from continuum_lmcache.recordings.figures import figures, summary
@@ -38,9 +39,10 @@ from continuum_lmcache.telemetry.findings import plain
 BAD_INPUT = 2
 SIMULATION = Path(__file__).parents[2] / "experiments" / "estimate.py"  # in a clone
 NO_SIMULATION = (
-    "a trace needs the simulator, which only a clone has: git clone this project's repository, run make "
-    "install in it, and give the same command as .venv/bin/continuum-lmcache"
+    "a trace needs the simulator, which only a clone has with what make install installs: git clone this "
+    "project's repository, run make install in it, and give the same command as .venv/bin/continuum-lmcache"
 )
+LOOKS = 6  # at a server, of which estimate tells how far it is
 SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
@@ -56,12 +58,16 @@ def show_versions(wanted: bool) -> None:
             print(name, metadata.version(name), f"(supported: {supported})")
         except metadata.PackageNotFoundError:
             print(name, "is not installed here")
+    is_here = find_spec("vllm") is not None
     chosen = os.environ.get("VLLM_PLUGINS")  # of these names only, vLLM loads plugins
     is_found = any(plugin.name == PLUGIN for plugin in metadata.entry_points(group="vllm.general_plugins"))
     loads = is_found and (chosen is None or PLUGIN in chosen.split(","))
     why = "" if loads or chosen is None else f": VLLM_PLUGINS is {chosen!r}, without {PLUGIN!r}"
-    print(f"vLLM {'loads' if loads else 'does not load'} the plugin{why}")
-    raise typer.Exit(0 if loads else 1)
+    if not is_here:
+        print("the plugin has no vLLM to load it here; doctor, estimate, status and report work without")
+    else:
+        print(f"vLLM {'loads' if loads else 'does not load'} the plugin{why}")
+    raise typer.Exit(0 if loads and is_here else 1)
 
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object instead of text")]
@@ -117,19 +123,32 @@ def estimate(
     if bool(url) == (trace is not None):
         raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
     if trace is not None:
-        if not SIMULATION.is_file():
+        if not SIMULATION.is_file() or not all(map(find_spec, ("vllm", "numpy"))):
             raise ConfigError(NO_SIMULATION)
         options = ["--model", model, "--gpu", gpu, "--dram-gb", str(dram_gb)]
         raise typer.Exit(
             subprocess.run([sys.executable, SIMULATION, trace, *options], check=False).returncode
         )
-    at = url.rstrip("/").removesuffix("/v1")
+    at = base_url(url)
     first = scrape(at)
     if policy(first):
         raise ConfigError(f"{at} runs continuum; ask `continuum-lmcache status {at}` what it brings")
-    time.sleep(seconds)
-    answer, because = would_help(scrape(at), first)
+    print(f"{at}: {seconds:g} s, in which at least {LEAST_TURNS:.0f} turns must end", file=sys.stderr)
+    for look in range(1, LOOKS + 1):
+        time.sleep(seconds / LOOKS)
+        now = scrape(at)
+        ended = now.count(FINISHED) - first.count(FINISHED)
+        print(f"{look * seconds / LOOKS:g} s: {ended:.0f} turns ended", file=sys.stderr)
+    answer, because = would_help(now, first)
+    if ended < LEAST_TURNS <= now.count(FINISHED):
+        answer, because = would_help(now)
+        because = f"since its start, as too few turns ended meanwhile: {because}"
     print(json.dumps({"answer": answer, "because": because}) if as_json else f"{answer}: {because}")
+
+
+def base_url(url: str) -> str:
+    """A server's address, with or without its scheme and "/v1"."""
+    return ("" if "://" in url else "http://") + url.rstrip("/").removesuffix("/v1")
 
 
 @app.command()
@@ -139,7 +158,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Whether continuum is on, what it brings, and what is wrong. Exit status 1: off, or wrong."""
-    at = url.rstrip("/").removesuffix("/v1")
+    at = base_url(url)
     name = at if replica is None else f"{at}, replica {replica}"
     found = statuses.status_of(name, scrape(at, replica))
     if as_json:

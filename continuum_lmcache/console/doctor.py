@@ -11,7 +11,7 @@ from pathlib import Path
 from continuum_lmcache.capacity import kv_budget, plan_check
 from continuum_lmcache.capacity.kv_budget import GIB, BudgetLine, KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, break_even_tokens
-from continuum_lmcache.console.lmcache_check import checked, read
+from continuum_lmcache.console.lmcache_check import IN_PROCESS, checked, read, untried
 from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
@@ -76,7 +76,7 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     even = {tier.value: break_even_tokens(costs, tier) for tier in (Tier.DRAM, Tier.SSD) if costs is not None}
     return Diagnosis(
         advisable=not (counted[Severity.ERROR] or counted[Severity.WARNING]),
-        verdict=verdict(counted[Severity.ERROR], counted[Severity.WARNING]),
+        verdict=verdict(counted[Severity.ERROR], counted[Severity.WARNING], plan.is_short),
         model=plan.shape.name,
         device=on.device,
         context_tokens=plan.context_tokens,
@@ -89,10 +89,10 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     )
 
 
-def verdict(errors: int, warnings: int) -> str:
+def verdict(errors: int, warnings: int, is_short: bool) -> str:
     """One sentence for all findings."""
     if not errors and not warnings:
-        return "This deployment is advisable."
+        return f"This deployment is advisable{': memory is short, so continuum helps' if is_short else ''}."
     counts = [f"{n} {what}{'s' * (n > 1)}" for n, what in ((errors, "error"), (warnings, "warning")) if n]
     return f"This deployment {'' if errors else 'works but '}is NOT advisable: {', '.join(counts)}."
 
@@ -101,21 +101,28 @@ def planned(query: DoctorQuery, on: MachineSpec) -> tuple[DeploymentPlan, list[F
     """The plan, and what is wrong with the connector's file."""
     shape, ranks = model(query), query.tensor_parallel_size
     block_tokens = query.block_size or on.block_tokens
+    config = read(query.lmcache) if query.lmcache is not None else None
+    if config is not None and config["kv_connector"] == IN_PROCESS and not shape.state_layers:
+        shape = replace(shape, layers=shape.layers + shape.windowed_layers, windowed_layers=0)
     kv = kv_cache(query, on, shape, block_tokens)
     all_ranks_bytes = kv.bytes_per_token * ranks
     sizes_gib: Mapping[Tier, float] = {}
     found = [NO_CONNECTOR]
-    if query.lmcache is not None:
-        config = read(query.lmcache)
+    if config is not None:
         sizes_gib, found = checked(config, ranks, block_tokens, all_ranks_bytes, shape.window_tokens)
+        found = [*untried(config["kv_connector"], shape, on.on_cpu), *found]
+    usable_gib = {step.name: step.value for step in kv.steps}.get("usable memory", 0.0)
+    sharing = (n for n in range(ranks, 257) if shape.query_heads % n == 0)
     plan = DeploymentPlan(
         shape,
         kv,
         costs_of(on, shape, kv.bytes_per_token, ranks),
         {tier: int(size * GIB / all_ranks_bytes) for tier, size in sizes_gib.items()},
-        query.context or TABLE1_TOKENS,
+        query.context or min(TABLE1_TOKENS, shape.window_tokens),
         query.context is None,
         query.programs,
+        ranks,
+        next((n for n in sharing if shape.weight_bytes / n / GIB < usable_gib - STEP_GIB), None),
     )
     return plan, found
 

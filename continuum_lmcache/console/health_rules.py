@@ -25,6 +25,7 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 FINISHED, PREEMPTIONS = "vllm:request_success_total", "vllm:num_preemptions_total"
 QUERIED = "vllm:prefix_cache_queries_total"  # prompt tokens
 FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")  # on the GPU, and below it
+OFF = "continuum-is-off"
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 
 
@@ -71,10 +72,10 @@ def has_served_enough(page: MetricsPage) -> bool:
 def off(page: MetricsPage) -> Iterator[Finding]:
     """The server runs without our scheduler."""
     if not policy(page):
-        yield error(
-            "continuum-is-off",
-            "the server reports no continuum_policy_info",
-            "start it with --scheduling-policy continuum",
+        yield warning(
+            OFF,
+            "this is stock vLLM: the server reports no continuum_policy_info",
+            "to have continuum, start it with --scheduling-policy continuum",
         )
 
 
@@ -192,6 +193,10 @@ def diagnose(page: MetricsPage) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(page)]
 
 
+def number(of: float, what: str) -> str:
+    return f"{of:,.0f} {what}{'s' * (round(of) != 1)}"
+
+
 def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str, str]:
     """Whether continuum would speed up agents on this stock server: yes, little, no, or too early to tell;
     and because of what. Counts are since `before` (None: the start); of two states the fuller one counts."""
@@ -201,14 +206,18 @@ def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str
 
     looks, turns, preempted = [now, before or now], grown(FINISHED), grown(PREEMPTIONS)
     if turns < LEAST_TURNS:
-        return "too early to tell", f"{turns:.0f} turns ended, and fewer than {LEAST_TURNS:.0f} say nothing"
+        return (
+            "too early to tell",
+            f"{number(turns, 'turn')} ended, and fewer than {LEAST_TURNS:.0f} say nothing",
+        )
     usage = max(kv_usage(look) or 0.0 for look in looks)
     waiting = max(look.count(WAITING) for look in looks)
     queried = grown(QUERIED)
     found = sum(map(grown, FOUND)) / queried if queried else 0.0
     state = (
-        f"{usage:.0%} of the KV cache is in use, {waiting:.0f} turns wait, {preempted:,.0f} preemptions for "
-        f"{turns:,.0f} turns, and {found:.0%} of the prompt tokens were found in the caches"
+        f"{usage:.0%} of the KV cache is in use, {number(waiting, 'turn')} waiting, "
+        f"{number(preempted, 'preemption')} for {number(turns, 'turn')}, and "
+        f"{found:.0%} of the prompt tokens were found in the caches"
     )
     is_short = (usage >= SHORT_OF_MEMORY and waiting >= 1) or preempted > PREEMPTION_SHARE * turns
     if is_short and found < FOUND_SHARE:

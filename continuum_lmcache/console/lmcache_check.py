@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.capacity.plan_check import WATERMARK
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
@@ -50,6 +52,24 @@ def checked(
         asked = {AUTOSTART: True, **extra} if kind == IN_PROCESS else extra
         sizes_gib, more = server_sizes(asked, ranks, block_tokens, kv_bytes, window_tokens)
     return sizes_gib, [*outer_findings(config), *continuum_findings(extra), *more]
+
+
+def untried(kind: str, shape: ModelShape, on_cpu: bool) -> Iterator[Finding]:
+    """What LMCache refuses of this model, or nobody has tried (docs/models.md)."""
+    kinds = {"layers with a state": shape.state_layers, "layers with a window": shape.windowed_layers}
+    kinds["latent attention"] = shape.kv_heads == 0
+    what = ", ".join(name for name, has in kinds.items() if has)
+    if kind not in LMCACHE or not what:
+        return
+    without = "leave --lmcache out"
+    if shape.state_layers and kind == IN_PROCESS:
+        refused = f"vLLM starts no {what} with {kind}"
+        yield error("lmcache-refuses-model", refused, f"{without}, or name {LMCACHE[1]}")
+    elif on_cpu:
+        yield error("lmcache-refuses-model", f"LMCache 0.5.6 refuses {what} on a CPU", without)
+    else:
+        found = f"nobody has tried {what} over LMCache's server on a GPU with this project"
+        yield warning("untried-over-lmcache", found, f"try it first, or {without} (docs/models.md)")
 
 
 def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -102,6 +122,16 @@ def server_sizes(
     if not found.get(AUTOSTART):
         unseen = "the LMCache server's command line has the sizes of DRAM and disk, this file does not"
         return {}, [note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter")]
-    sizes = {Tier.DRAM: args.l1_size_gb, Tier.SSD: sum(a.get("max_capacity_gb", 0) for a in args.l2_adapter)}
+    disks = (a.get("max_capacity_gb", 0) * filled(a.get("eviction")) for a in args.l2_adapter)
+    share = args.eviction_trigger_watermark or WATERMARK
+    sizes = {Tier.DRAM: args.l1_size_gb * share, Tier.SSD: sum(disks)}
     started = note("lmcache-server", said, "nothing, if that is meant")
     return {tier: size for tier, size in sizes.items() if size}, [started]
+
+
+def filled(eviction: Any) -> float:
+    """The share of an adapter's size that is filled before LMCache evicts; all of it if it never does."""
+    if not isinstance(eviction, Mapping):
+        return 1.0
+    share = eviction.get("trigger_watermark")
+    return share if isinstance(share, float) and 0 < share <= 1 else WATERMARK

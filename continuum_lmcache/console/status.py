@@ -56,9 +56,11 @@ def show(found: Status, console: Console) -> None:
     show_findings(found["findings"], console)
     table = headed("", "")
     for figure, (label, _, form) in FIGURES.items():
-        value = found["figures"][figure]
-        table.add_row(label, "not reported" if value is None else form.format(value))
+        if (value := found["figures"][figure]) is not None:
+            table.add_row(label, form.format(value))
     for cause, tokens in found["lost_tokens"].items():
         table.add_row(f"lost, {cause}", f"{tokens:,.0f} tokens")
     console.print(table)
-    console.print(Text(f"{'Nothing' if found['ok'] else 'Something'} is wrong.\n", style="bold"))
+    is_off = any(finding.name == rules.OFF for finding in found["findings"])
+    verdict = "continuum is off" if is_off else f"{'Nothing' if found['ok'] else 'Something'} is wrong"
+    console.print(Text(f"{verdict}.\n", style="bold"))

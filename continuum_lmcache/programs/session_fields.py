@@ -18,6 +18,7 @@ from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import FIELDS, HINT_FIELD, UNUSED_FIELD, flag, name, parse
 
 MAX_JSON_CHARS = 16_384
+NESTED = "extra_body"  # an SDK's argument, whose fields the SDK puts into the body; in a body it is a mistake
 SESSION_MARK = "_session_"  # Claude Code before 2.1.78: user_<hash>_account_<id>_session_<id>
 
 
@@ -130,8 +131,8 @@ TABLE: dict[str, tuple[FieldPlace, ...]] = {
     ),
 }
 PLACES = [place for places in TABLE.values() for place in places]
-LABELS = frozenset(place.label for place in PLACES)
-BODY_FIELDS = frozenset({*FIELDS, *(place.label for place in PLACES if place.part == "body")})
+LABELS = frozenset({NESTED, *(place.label for place in PLACES)})
+BODY_FIELDS = frozenset({*FIELDS, NESTED, *(place.label for place in PLACES if place.part == "body")})
 IN_HEADERS = [place for place in PLACES if place.part == "headers"]
 HEADERS = frozenset({*(p.field for p in IN_HEADERS), *(p.agent for p in IN_HEADERS if p.agent)})
 
@@ -148,6 +149,8 @@ def program_values(sent: SentFields) -> dict[str, object]:
         value = first_value(places, sent, unused)
         if value is not None and value is not False:
             found[what] = value
+    if isinstance(nested := sent.body.get(NESTED), Mapping) and nested.keys() & BODY_FIELDS:
+        unused.append(NESTED)
     if unused:
         found[UNUSED_FIELD] = sorted(set(unused))
     return own | found

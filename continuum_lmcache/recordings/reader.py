@@ -20,6 +20,7 @@ FACTS = ("model", "policy", "machine", "versions")  # of the header
 SOURCES = {"GPU": "gpu_tokens", "DRAM": "dram_tokens", "disk": "ssd_tokens"}
 OF_NO_TURN = ("renewed_time", "ended_time")  # and without a figure here
 TIMED = ("_time", "_to_running")  # ends of events' names; the time is an event's first field
+EARLIEST_S = 1e9  # of a wall clock in a recording: 2001
 LAST_S = 1e11  # no wall clock shows more
 
 
@@ -184,9 +185,16 @@ def facts_of(event: RecordedEvent) -> str:
     """An event's fields, with those of its decision."""
     decision = event.fields.get("retention")
     flat = event.fields | (decision if isinstance(decision, dict) else {})
-    short = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in flat.items()}
+    short = {name: shown(value, event.time_s) for name, value in flat.items()}
     left_out = (event.kind, "retention")
     return ", ".join(f"{n} {v}" for n, v in short.items() if n not in left_out and v not in (None, "", []))
+
+
+def shown(value: object, time_s: float) -> object:
+    """A field's value in few digits; of a wall time, how long after the event it is."""
+    if not isinstance(value, float):
+        return value
+    return f"{value - time_s:+.3f} s" if EARLIEST_S < value < LAST_S else f"{round(value, 3):.6g}"
 
 
 def read(path: Path) -> tuple[list[Event], list[RecordedEvent]]:
@@ -221,8 +229,9 @@ def header(file: Path, found: Any) -> Event:
     """The recording's properties; a file without them, or of another format, is refused."""
     head = found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
     if head.get("format") != FORMAT or not isinstance(head.get("dropped"), int):
+        whose = ", a recording of Continuum's prototype perhaps" if found is None else ""
         raise TraceError(
-            f"{file}: recording format {head.get('format')!r:.80}, and this version reads format {FORMAT}; "
+            f"{file}{whose}: format {head.get('format')!r:.80}, and this version reads format {FORMAT}; "
             "record the run again, or read the file with the version that wrote it"
         )
     return head

@@ -1,26 +1,28 @@
-"""A model's shape by the keys of its config.json, and the shapes of well-known models.
-
-Most of the latter were not yet compared with their config.json: give the doctor a path to be sure.
-"""
+"""What a model keeps of a context, by the keys of its config.json."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.model_weights import (
+    VALUE_BYTES,
+    active_parameters,
+    attention_layers,
+    count,
+    count_or,
+    dtype_of,
+    gated_delta,
+    heads,
+    listed,
+    weight_bytes,
+)
 
-VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_BYTES = VALUE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-EXPERTS_PER_TOKEN = "num_experts_per_tok"
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-CARD = "its config.json and model card on huggingface.co"
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-SECOND_WINDOWED: dict[str, Any] = {"sliding_window": 128, "sliding_window_pattern": 2}
-GATED_DELTA = {"full_attention_interval": 4, "linear_num_value_heads": 32, "linear_num_key_heads": 16}
-GATED_DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+SPARSE_FP8_BYTES = 656  # of a token and layer, of latent attention with an indexer: vLLM's fp8_ds_mla
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,19 @@ class ModelShape:
     state_bytes: int = 0  # of one such layer and program; 0: not known
     active_parameters: float = 0.0  # for one token
     attended_values: float = 0.0  # of one earlier token: layers x queries' heads x size of a head
+    query_heads: int = 1
+    index_bytes: int = 0  # of a token, on every rank: what an indexer of sparse attention keeps beside the KV
 
     def layer_bytes(self, ranks: int = 1) -> int:
         """KV of one token in one layer on one rank; a head is never split."""
+        if self.kv_heads == 0 and self.index_bytes and self.kv_value_bytes == 1:
+            return SPARSE_FP8_BYTES
         vectors = 2 * max(1, self.kv_heads // ranks) if self.kv_heads else 1
         return vectors * self.head_size * self.kv_value_bytes
 
     def bytes_per_token(self, ranks: int = 1) -> int:
         """KV of one more token of a context on one rank."""
-        return self._grouped(self.layers) * self.layer_bytes(ranks)
+        return self._grouped(self.layers) * self.layer_bytes(ranks) + self.index_bytes
 
     def program_tokens(self, block_tokens: int, ranks: int = 1) -> int:
         """What windows and states of one program take beside its context, in tokens of KV.
@@ -71,92 +77,39 @@ class ModelShape:
         return -(-layers // size) * size
 
 
-def known(sizes: str, billions: float, active: float = 0.0, gib: float = 0.0, **more: Any) -> ModelShape:
-    """`sizes`: name, layers, hidden size, heads, KV heads, head size, window. bf16 weights without `gib`."""
-    name, *numbers = sizes.split()
-    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    config = dict(zip((*keys, "max_position_embeddings"), map(int, numbers), strict=True)) | more
-    weights = gib * 2**30 or billions * 2e9
-    source = f"{CARD}: {weights / 2**30:.1f} GiB" if gib else f"{billions:.2f}e9 parameters x 2 B, {CARD}"
-    return shape(config, name, name, weights, source, (active or billions) * 1e9)
-
-
 def shape(
-    config: Mapping[str, Any], where: str, name: str, weight_bytes: float, how: str, active: float
+    config: Mapping[str, Any], where: str, name: str = "", weights: tuple[float, str] | None = None
 ) -> ModelShape:
-    """The shape by a config's keys. `where`: for errors; `active`: parameters for a token."""
+    """The shape by a config's keys. `where`: for errors; `weights`: their bytes and how these are known, if
+    not by the shape. Raises ConfigError."""
     layers = count(config, "num_hidden_layers", where)
     kv_heads, head_size = heads(config, where)
-    full, windowed = full_layers(config, layers, where), windowed_layers(config, layers)
-    full = layers if windowed == layers else max(0, min(full, layers) - windowed)
+    attending, windowed = attention_layers(config, layers, where), windowed_layers(config, layers)
+    full = layers if windowed == layers else max(0, attending - windowed)
     if full == 0:
         raise ConfigError(f"{where}: no layer has attention to the whole context; nothing can be pinned")
     window = config.get("sliding_window") or config.get("attention_chunk_size")
-    values = count(config, "num_attention_heads", where) * count_or(config, "head_dim", head_size, where)
+    queries = count(config, "num_attention_heads", where)
+    value_size = count_or(config, "v_head_dim", 128, where)  # of latent attention
+    size, how = weights or weight_bytes(config, where)
     return ModelShape(
         name,
         full,
         kv_heads,
         head_size,
         VALUE_BYTES[dtype_of(config, where)],
-        weight_bytes,
+        size,
         count(config, "max_position_embeddings", where),
         how,
         windowed_layers=0 if full == layers else windowed,
         attention_window_tokens=window if isinstance(window, int) and window > 0 else 0,
         state_layers=layers - full - windowed if full < layers else 0,
         state_bytes=state_bytes(config),
-        active_parameters=active,
-        attended_values=full * values,
+        active_parameters=active_parameters(config, where),
+        attended_values=full * queries * (head_size if kv_heads else value_size),
+        query_heads=queries,
+        index_bytes=index_bytes(config, layers),
     )
-
-
-def dtype_of(config: Mapping[str, Any], where: str) -> str:
-    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    if not isinstance(dtype, str) or dtype not in VALUE_BYTES:
-        raise ConfigError(f"{where}: torch_dtype is {dtype!r}; known: {', '.join(VALUE_BYTES)}")
-    return dtype
-
-
-def heads(config: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """KV heads and the size of one; (0, size of the latent) for MLA."""
-    if config.get("kv_lora_rank"):
-        return 0, count(config, "kv_lora_rank", where) + count(config, "qk_rope_head_dim", where)
-    queries = count(config, "num_attention_heads", where)
-    kv_heads = count_or(config, "num_key_value_heads", queries, where)
-    if config.get("head_dim"):
-        return kv_heads, count(config, "head_dim", where)
-    return kv_heads, max(1, count(config, "hidden_size", where) // queries)
-
-
-def full_layers(config: Mapping[str, Any], layers: int, where: str) -> int:
-    """Layers with attention, to all or a part of the context; the others keep a state."""
-    for name, counted in ATTENTION_LAYERS.items():
-        if value := config.get(name):
-            try:
-                return counted(value, layers)
-            except (TypeError, ValueError, KeyError, ZeroDivisionError):
-                raise ConfigError(
-                    f"{where}: {name} is {value!r:.60}; no layers can be told from that"
-                ) from None
-    return layers
-
-
-def listed(value: Any, *kinds: str) -> int:
-    return sum(any(kind in str(one) for kind in kinds) for one in value)
-
-
-ATTENTION_LAYERS: Mapping[str, Callable[[Any, int], int]] = {  # how many, by the key of a config
-    "layer_types": lambda v, _: listed(v, "attention") - listed(v, "linear"),
-    "layers_block_type": lambda v, _: listed(v, "attention", "hybrid"),
-    "block_types": lambda v, _: listed(v, "attention"),
-    "hybrid_override_pattern": lambda v, _: listed(v, "*"),
-    "full_attention_interval": lambda v, layers: layers // v,
-    "attn_layer_period": lambda v, layers: layers // v,
-    "attn_type_list": lambda v, _: listed(v, "1"),
-    "attn_layer_indices": lambda v, _: len(v),
-    "linear_attn_config": lambda v, _: len(v["full_attn_layers"]),
-}
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -173,67 +126,21 @@ def state_bytes(config: Mapping[str, Any]) -> int:
     """Of one layer and program, of gated delta rule layers (Qwen3-Next): the matrix and the convolution's
     tail, in bf16 as in vLLM 0.32 by default. 0: another kind, which is not counted.
     """
-    names = "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
-    given = (config.get(f"linear_{name}") for name in names)
-    values, keys, key_size, value_size, kernel = (n if isinstance(n, int) and n > 0 else 0 for n in given)
-    if not (values and keys and key_size and value_size and kernel):
+    if not (sizes := gated_delta(config)):
         return 0
+    values, keys, key_size, value_size, kernel = sizes
     return 2 * (values * key_size * value_size + (kernel - 1) * (2 * keys * key_size + values * value_size))
 
 
-def parameters(config: Mapping[str, Any], where: str, experts_key: str = "") -> int:
-    """Parameters of a decoder with gated feed-forward layers: embeddings, attention, experts.
-
-    `experts_key`: of the number of experts to count, in place of all.
-    """
-    hidden, layers = count(config, "hidden_size", where), count(config, "num_hidden_layers", where)
-    queries, (kv_heads, size) = count(config, "num_attention_heads", where), heads(config, where)
-    tables = count(config, "vocab_size", where) * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    attention = 2 * hidden * size * (queries + kv_heads)
-    experts = next((count(config, name, where) for name in EXPERTS if config.get(name)), 1)
-    if experts > 1:
-        experts = count_or(config, experts_key, experts, where)
-    width = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
-    inner = count(config, width, where)
-    return int(tables + layers * (attention + 3 * hidden * inner * experts))
-
-
-def count_or(config: Mapping[str, Any], name: str, default: int, where: str) -> int:
-    return count(config, name, where) if config.get(name) else default
-
-
-def count(config: Mapping[str, Any], name: str, where: str) -> int:
-    """A positive whole number of the config. Raises ConfigError."""
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
-        raise ConfigError(f"{where}: {name} is {value!r:.80}; it must be a whole number above 0, below 2**63")
-    return value
-
-
-KNOWN = {
-    shape.name.lower(): shape
-    for shape in (
-        known("DeepSeek-V3.1 61 7168 128 128 128 163840", 671, 37, 641, **LATENT),
-        known("Devstral-Small 40 5120 32 8 128 131072", 23.57),
-        known("Gemma-3-27B 62 5376 32 16 128 131072", 27.43, sliding_window=1024, sliding_window_pattern=6),
-        known("GLM-4.5-Air 46 4096 96 8 128 131072", 106.85, 12),
-        known("GLM-4.6 92 5120 96 8 128 202752", 356.79, 32),
-        known("gpt-oss-20b 24 2880 64 8 64 131072", 20.91, 3.6, 12.8, **SECOND_WINDOWED),
-        known("gpt-oss-120b 36 2880 64 8 64 131072", 116.83, 5.1, 60.8, **SECOND_WINDOWED),
-        known("Kimi-K2 61 7168 64 64 128 262144", 1026, 32, 959, **LATENT),
-        known("Llama-3.1-8B 32 4096 32 8 128 131072", 8.03),
-        known("Llama-3.1-70B 80 8192 64 8 128 131072", 70.55),
-        known("Llama-3.3-70B 80 8192 64 8 128 131072", 70.55),
-        known("MiniMax-M2 62 3072 48 8 128 196608", 228.7, 10, 214),
-        known("Mistral-7B-v0.3 32 4096 32 8 128 32768", 7.25),
-        known("Qwen2.5-7B 28 3584 28 4 128 32768", 7.62),
-        known("Qwen2.5-32B 64 5120 40 8 128 32768", 32.76),
-        known("Qwen2.5-Coder-32B 64 5120 40 8 128 32768", 32.76),
-        known("Qwen3-8B 36 4096 32 8 128 40960", 8.19),
-        known("Qwen3-32B 64 5120 64 8 128 40960", 32.76),
-        known("Qwen3-Coder-30B-A3B 48 2048 32 4 128 262144", 30.53, 3.3),
-        known("Qwen3-Coder-480B-A35B 62 6144 96 8 128 262144", 480.15, 35),
-        known("Qwen3-Coder-Next 48 2048 16 2 256 262144", 79.67, 3.9, **GATED_DELTA),
-        known("Seed-OSS-36B 64 5120 80 8 128 524288", 36.15),
-    )
-}
+def index_bytes(config: Mapping[str, Any], layers: int) -> int:
+    """Of a token: keys in FP8 with a scale for 128 (DeepSeek V3.2, GLM 5), or in bf16 (MiniMax M3)."""
+    sparse, size = config.get("sparse_attention_config"), config.get("index_head_dim")
+    if isinstance(size, int) and size > 0 and config.get("kv_lora_rank"):
+        kinds = config.get("indexer_types")
+        indexed = kinds.count("full") if isinstance(kinds, list) else layers
+        return indexed * (size + size // 128 * 4)
+    if not isinstance(sparse, dict) or not isinstance(sparse.get("sparse_index_dim"), int):
+        return 0
+    every = sparse.get("sparse_attention_freq")
+    indexed = listed(every, "1") if isinstance(every, list) else layers
+    return 2 * indexed * max(0, int(sparse["sparse_index_dim"]))

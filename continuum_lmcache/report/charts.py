@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from continuum_lmcache.recordings.figures import first_tokens_s
 from continuum_lmcache.recordings.reader import RecordedProgram, Recording
 
-LETTERS, LINES = ("A", "B"), ("solid", "dash")
+LINES = ("solid", "dash")
 OURS, OTHER = "#1b3a5b", "#8c8c8c"  # lines of continuum and of other policies
 LAYOUT = {
     "template": "plotly_white",
@@ -74,7 +74,7 @@ def plain(text: str) -> str:
     return html.escape(clean if len(clean) <= NAME_CHARS else clean[: NAME_CHARS - 1] + "…")
 
 
-def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
+def timeline(run: Recording, label: str, until_s: float) -> go.Figure:
     """One row per program, by arrival; drag to zoom, double click to see all again."""
     shown = run.programs[:PROGRAMS_SHOWN]
     drawn = [(row, span) for row, program in enumerate(shown) for span in spans(program, run.end_s)]
@@ -100,7 +100,7 @@ def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
             hoverinfo="text",
         )
     rest = len(run.programs) - len(shown)
-    title = f"{letter}: what each program was doing"
+    title = f"{plain(label)}: what each program was doing"
     title += f" (the first {len(shown)}, {rest} more)" if rest else ""
     figure.update_layout(LAYOUT, title=title, barmode="overlay", height=160 + ROW_PX * len(shown))
     figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
@@ -108,17 +108,17 @@ def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
     return figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(names) - 0.5, -0.5])
 
 
-def first_tokens(runs: Sequence[Recording]) -> go.Figure:
+def first_tokens(runs: Sequence[Recording], labels: Sequence[str]) -> go.Figure:
     """The share of turns whose first token came within a time, for programs' first and later turns."""
     waits = [first_tokens_s(run) for run in runs]
     figure = make_subplots(rows=1, cols=len(waits[0]), subplot_titles=list(waits[0]))
-    for letter, dash, run, found in zip(LETTERS, LINES, runs, waits, strict=False):
+    for label, dash, run, found in zip(labels, LINES, runs, waits, strict=False):
         colour = OURS if run.about["policy"] == "continuum" else OTHER
         for column, values_s in enumerate(map(sorted, found.values()), 1):
             figure.add_scatter(
                 x=[*values_s[:1], *values_s],
                 y=[i / max(1, len(values_s)) for i in range(len(values_s) + 1)],
-                name=letter,
+                name=plain(label),
                 showlegend=column == 1,
                 mode="lines",
                 line={"shape": "hv", "dash": dash, "color": colour},

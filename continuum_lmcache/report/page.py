@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.errors import ConfigError
@@ -44,40 +45,62 @@ HOW = (
     "<p>Drag to zoom, scroll over an axis, double click to see all. A pin is the thin bar over the tool's "
     "time. A load is a mark.</p>"
 )
+WORDS = {  # of the figures' names
+    "seconds": "length, s",
+    "programs_complete": "programs that ended in it",
+    "job_time_s": "time of a program, s",
+    "first_token_s": "first token after, s",
+    "queue_wait_s": "wait in the queue, s",
+    "prompt_tokens": "prompt tokens by source",
+    "lost_tokens": "tokens computed again, by cause",
+    "pins_by_outcome": "pins by how they ended",
+    "p95": "95th percentile",
+    "p99": "99th percentile",
+    "max": "longest",
+}
 CONFIG = {"displayModeBar": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
 
 
 def page(runs: Sequence[Recording]) -> str:
     """The page. It has ids, tool names, counts and times: a recording has no prompt."""
     until_s = max(run.end_s - run.start_s for run in runs)
-    lettered = list(zip(charts.LETTERS, runs, strict=False))
-    drawn = [charts.timeline(run, letter, until_s) for letter, run in lettered]
+    labels = labels_of(runs)
+    labelled = list(zip(labels, runs, strict=True))
+    drawn = [charts.timeline(run, label, until_s) for label, run in labelled]
     pictures = [
         figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)
-        for figure in (*drawn, charts.first_tokens(runs))
+        for figure in (*drawn, charts.first_tokens(runs, labels))
     ]
-    said = [
-        f"<p><b>{letter}</b> {html.escape(f'{run.name}: {summary(run)}')}</p>" for letter, run in lettered
-    ]
-    body = "\n".join([*said, *pictures, HOW, table([dict(rows(figures(run))) for run in runs])])
-    title = html.escape(" against ".join(run.name for run in runs))
+    said = [f"<p><b>{html.escape(label)}</b> {html.escape(summary(run))}</p>" for label, run in labelled]
+    found = {label: dict(rows(figures(run))) for label, run in labelled}
+    body = "\n".join([*said, *pictures, HOW, table(found)])
+    title = html.escape(" against ".join(labels))
     return PAGE.format(title=title, plotly=get_plotlyjs(), body=body)
 
 
+def labels_of(runs: Sequence[Recording]) -> list[str]:
+    """What each run is called: its folder, with a number where two are equal."""
+    paths = [Path(run.name).resolve() for run in runs]
+    names = [path.parent.name if path.is_file() else path.name for path in paths]
+    return names if len({*names}) == len(names) else [f"{name} ({n})" for n, name in enumerate(names, 1)]
+
+
 def rows(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """The figures with their whole names: "job_time_s, mean". Unknown ones are a dash."""
+    """The figures with their whole names in words: "time of a program, s: mean". Unknown ones are a dash."""
     for name, value in found.items():
         if isinstance(value, Mapping):
-            yield from rows(value, f"{above}{name}, ")
+            yield from rows(value, f"{above}{WORDS.get(name, name)}: ")
         else:
-            shown = f"{value:,.4g}" if isinstance(value, float) else "-" if value is None else str(value)
-            yield f"{above}{name}", shown
+            text = "-" if value is None else str(value)
+            if isinstance(value, int | float):
+                text = f"{value:,.3f}" if isinstance(value, float) and value < 100 else f"{value:,.0f}"
+            yield above + WORDS.get(name, name), text
 
 
-def table(runs: Sequence[Mapping[str, str]]) -> str:
+def table(runs: Mapping[str, Mapping[str, str]]) -> str:
     """Every figure, one column per run. Text is escaped."""
-    lines = ["<th></th>" + "".join(f"<th>{letter}</th>" for letter in charts.LETTERS[: len(runs)])]
-    for name in dict.fromkeys(name for run in runs for name in run):
-        cells = (name, *(run.get(name, "-") for run in runs))
+    lines = ["<th></th>" + "".join(f"<th>{html.escape(label)}</th>" for label in runs)]
+    for name in dict.fromkeys(name for run in runs.values() for name in run):
+        cells = (name, *(run.get(name, "-") for run in runs.values()))
         lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

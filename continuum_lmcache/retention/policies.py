@@ -39,7 +39,7 @@ class Features:
 
 
 PUBLISHED = Features(admission=False, evict_ended_programs=False, priced_pins=False, measured_chunk=False)
-"""Of a policy that is served as its paper has it."""
+"""Of a policy that is served as its paper has it, but for what is loaded: load_or_recompute stays."""
 
 
 @dataclass(frozen=True, slots=True)

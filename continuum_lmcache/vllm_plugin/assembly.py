@@ -20,7 +20,7 @@ from continuum_lmcache.engine import Engine
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import assumed_costs, card_of
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
-from continuum_lmcache.reload.model_shapes import EXPERTS_PER_TOKEN, parameters, shape
+from continuum_lmcache.reload.model_shapes import shape
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.telemetry.samples import MetricSamples
@@ -75,6 +75,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         files.recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
     if (folder or durations_path) and owns_process():
         files.save_on_signals()
+        if folder:
+            logger.info("recording to %s; kill -USR1 %d writes it now", files.recording_path, os.getpid())
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     told = vars(scheduler.vllm_config.scheduler_config)
     tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))
@@ -131,7 +133,7 @@ def assumed(kv_bytes_per_token: int, on: VllmConfig) -> CostModel:
     if card is not None:
         model, where = model_config.hf_text_config.to_dict(), "the model's config"
         try:
-            found = shape(model, where, "", 0.0, "", parameters(model, where, EXPERTS_PER_TOKEN))
+            found = shape(model, where, weights=(0.0, ""))
         except ConfigError as unknown:
             logger.info("costs are not of this model: %s", unknown)
         else:

@@ -16,7 +16,7 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import NewTurn
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
-from continuum_lmcache.programs.session_fields import unused_fields
+from continuum_lmcache.programs.session_fields import NESTED, unused_fields
 from continuum_lmcache.types import TurnId
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -36,6 +36,11 @@ def new_turn(request: Request, config: ContinuumConfig) -> tuple[NewTurn, list[s
     """
     fields, bad = identity(request)
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
+    if NESTED in ignored:
+        logger.warning_once(
+            "A request's body has an object extra_body, of which nothing is read: put its fields into the "
+            "body itself, as SDKs do with their argument of that name (logged once)"
+        )
     priority = request.priority
     if priority and not config.honor_priority:
         logger.warning_once("A request's priority is ignored: see continuum.honor_priority (logged once)")

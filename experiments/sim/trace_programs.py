@@ -67,7 +67,10 @@ def traces_folder() -> Path:
     """Where the traces are. Raises TraceError where they are not."""
     folder = Path(os.environ.get("TRACES_DIR", ROOT.parent / "shared" / "traces"))
     if not folder.is_dir():
-        raise TraceError(f"no traces in {folder}; set TRACES_DIR to the folder that has them")
+        raise TraceError(
+            f"no traces in {folder}; set TRACES_DIR to the folder that has them (experiments/README.md), or "
+            f"take programs that were fitted to one: --half {FITTED} --trace {' or '.join(shapes())}"
+        )
     return folder
 
 

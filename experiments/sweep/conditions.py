@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import resource
 import subprocess
 import time
 from datetime import UTC, datetime
@@ -57,6 +58,17 @@ def commit() -> str:
 def when() -> str:
     """The date, and the checkout's commit: for a page, beside its figures."""
     return f"{datetime.now(UTC).date()}, commit {commit() or 'unknown'}"
+
+
+def other_work_s() -> float:
+    """CPU seconds that this machine has given to others than this process and its ended children, since some
+    moment; two such values differ by what was given meanwhile. What the hypervisor took counts."""
+    user, nice, system, _, _, irq, soft_irq, stolen = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    busy_s = (user + nice + system + irq + soft_irq + stolen) / os.sysconf("SC_CLK_TCK")
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return busy_s - sum(each.ru_utime + each.ru_stime for each in own)
 
 
 def probe_s() -> float:

@@ -49,7 +49,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "new_weights": dict(parts.new_weights),
         "pinned_blocks": {"": pins.pinned_blocks},
         "programs": {"": len(programs.records) - programs.one_turn},
-        "tier_store_up": {"": float(residency.store.is_up)},
+        "tier_store_up": {} if residency.mode == "none" else {"": float(residency.store.is_up)},
         "tier_store_info": {residency.mode: 1.0},
         "load_decisions": dict(engine.load_policy.counts),
         "policy_info": {advisor.config.policy: 1.0},

@@ -62,7 +62,7 @@ METRICS = {
     ),
     "pinned_blocks": gauge("GPU KV blocks held by pins"),
     "programs": gauge("Programs known to the scheduler"),
-    "tier_store_up": gauge("1 while the store of the tiers answers, else 0"),
+    "tier_store_up": gauge("1 while the store of the tiers answers, else 0; none without a tier"),
     "tier_store_info": gauge("Always 1; its label names the store of the tiers", "mode"),
     "rate_samples": gauge("Number of measurements of a rate; 0: it is assumed", "rate"),
     "tier_bytes_per_second": gauge("Rate at which a tier is read, as used in decisions", "tier"),
