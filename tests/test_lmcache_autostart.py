@@ -22,10 +22,11 @@ pytest.importorskip("lmcache.integration.vllm.mp_server_launcher")
 
 from waiting import wait_for
 
-from connectors.lmcache_mp import autostart, machine
+from connectors.lmcache_mp import autostart
 from connectors.lmcache_mp.autostart import one_start
-from connectors.lmcache_mp.machine import check_machine
+from connectors.lmcache_mp.server import machine
 from connectors.lmcache_mp.server.command_line import leftover_pool, options, shm_name
+from connectors.lmcache_mp.server.machine import check_machine
 from connectors.lmcache_mp.server.parent import ESTABLISHED, LISTENING, STARTED_BY, owners_of_sockets
 from continuum_lmcache.connector_names import AUTOSTART, SERVER_ARGS
 from continuum_lmcache.errors import ConfigError, ServerError

@@ -18,8 +18,8 @@ pytest.importorskip("lmcache.integration.vllm.mp_server_launcher")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.lmcache_mp import machine
 from connectors.lmcache_mp.autostart import all_gpus, one_start
+from connectors.lmcache_mp.server import machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.translation import (
     AUTOSTART,

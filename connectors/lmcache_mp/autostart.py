@@ -20,8 +20,8 @@ import zmq
 from lmcache.integration.vllm.mp_server_launcher import is_mp_server_autostart_enabled, is_mp_server_healthy
 from vllm.logger import init_logger
 
-from connectors.lmcache_mp.machine import check_machine, private_files
 from connectors.lmcache_mp.server.command_line import leftover_pool, shm_name
+from connectors.lmcache_mp.server.machine import check_machine, private_files
 from connectors.lmcache_mp.server.parent import STARTED_BY
 from connectors.lmcache_mp.settings import server_urls
 from connectors.lmcache_mp.translation import port_of

@@ -36,8 +36,8 @@ from vllm.v1.request import Request
 from connectors.kv_names import WeightsVersion, kv_fingerprint
 from connectors.lmcache_mp.autostart import find_server, one_start
 from connectors.lmcache_mp.load_join import MpReport
-from connectors.lmcache_mp.machine import check_machine
 from connectors.lmcache_mp.read_leases import ReadLeases
+from connectors.lmcache_mp.server.machine import check_machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import (
     apply_defaults,

@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +38,7 @@ from continuum_lmcache.connector_names import (
 from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import policy_named
+from continuum_lmcache.vllm_plugin.files import recording_path
 from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -170,7 +170,7 @@ def adopt(config: VllmConfig) -> None:
     config.scheduler_config.scheduler_cls = SCHEDULERS + name
     folder = settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
     if folder:
-        refuse_unwritable("continuum.run_output_dir", Path(folder))
+        recording_path(Path(folder))  # as above
     writes_files = settings.tool_durations_file or folder
     transfer = config.kv_transfer_config
     has_server = transfer is not None and bool(transfer.kv_connector_extra_config.get(AUTOSTART))
@@ -183,15 +183,6 @@ def adopt(config: VllmConfig) -> None:
     data_parallel.install(SCHEDULERS)
     check_version(version("vllm"))
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
-
-
-def refuse_unwritable(setting: str, folder: Path) -> None:
-    """Make a folder, for this user alone. Raises ConfigError if no file can be written there."""
-    try:
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"{setting} is {folder}, where nothing can be written: {error.strerror}") from error
 
 
 def check_version(found: str) -> None:
