@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import zmq
@@ -186,7 +187,7 @@ class MpRig(MpEngine):
     """One server and one engine."""
 
     def __init__(
-        self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str, **options: float
+        self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str, **options: Any
     ) -> None:
         super().__init__(MpServer(directory, dram_chunks, ssd_chunks, *more, **options))
 
@@ -207,7 +208,7 @@ def mp_rigs(directory: Path) -> Iterator[Callable[..., MpRig]]:
     """Makes rigs; each is checked and closed in the end."""
     made: list[MpRig] = []
 
-    def make(dram_chunks: int = 16, ssd_chunks: int = 64, *more: str, **options: float) -> MpRig:
+    def make(dram_chunks: int = 16, ssd_chunks: int = 64, *more: str, **options: Any) -> MpRig:
         made.append(MpRig(directory / str(len(made)), dram_chunks, ssd_chunks, *more, **options))
         return made[-1]
 

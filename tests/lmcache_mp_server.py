@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _filename_to_object_key
 from lmcache.v1.multiprocess import server as mp_server
 from lmcache.v1.multiprocess.cache_control.key_resolver import resolve_object_keys
 from waiting import PATIENCE_S, wait_for
@@ -51,17 +52,26 @@ class MpServer:
     """The real server, in this process."""
 
     def __init__(
-        self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str, watermark: float = 1.0
+        self,
+        directory: Path,
+        dram_chunks: int,
+        ssd_chunks: int,
+        *more: str,
+        watermark: float = 1.0,
+        kind: str = "fs_native",
+        server_module: str = json.dumps({"module_path": MODULE}),
     ) -> None:
-        """`watermark`: the share of both tiers above which LMCache's own loops evict too."""
+        """`watermark`: the share of both tiers above which LMCache's own loops evict too; `kind`: of L2."""
         self.port, self.dram_chunks, self.ssd_chunks = reserved_port(), dram_chunks, ssd_chunks
-        l2 = {
-            "type": "fs_native",
-            "base_path": str(directory),
-            "num_workers": 1,
-            "max_capacity_gb": 2 * ssd_chunks * PAGE / GIB,
-            "eviction": {"eviction_policy": "LRU", "trigger_watermark": watermark},
-        }
+        self.directory = directory
+        l2 = {"type": kind, "base_path": str(directory)} | {
+            "fs": {},
+            "fs_native": {
+                "num_workers": 1,
+                "max_capacity_gb": 2 * ssd_chunks * PAGE / GIB,
+                "eviction": {"eviction_policy": "LRU", "trigger_watermark": watermark},
+            },
+        }[kind]
         parser = argparse.ArgumentParser()
         for add in (
             mp_server.add_mp_server_args,
@@ -79,7 +89,7 @@ class MpServer:
                 *("--supported-transfer-mode", "engine_driven"),
                 *("--shm-name", f"continuum-{os.getpid()}-{self.port}"),
                 *("--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"),
-                *("--server-module", json.dumps({"module_path": MODULE})),
+                *("--server-module", server_module),
                 *("--worker-reap-timeout-seconds", "0"),  # never: a rig's worker sends no pings
                 *more,
             ]
@@ -101,12 +111,18 @@ class MpServer:
 
     def held(self) -> tuple[set[Any], set[Any]]:
         """The keys that L1 and L2 really hold."""
-        return set(self.l1._objects), set(self._l2.eviction_policy._order)
+        files = map(_filename_to_object_key, (file.name for file in self.directory.iterdir()))
+        in_l2 = set(self._l2[0].eviction_policy._order) if self._l2 else {key for key in files if key}
+        return set(self.l1._objects), in_l2
+
+    def clear_l1(self) -> None:
+        """Drop all of L1; L2 keeps what it has."""
+        self.storage.delete_l1_keys(self.held()[0])
 
     def settle(self) -> None:
         """Wait until no write to L2 is in flight and every session has ended, then evict."""
         wait_for(lambda: not self._under_way())
-        self._l2.adapter.delete([NO_CHUNK])  # returns once L2 has told its listeners of all before
+        self._adapter.delete([NO_CHUNK])  # returns once L2 has told its listeners of all before
         self.evict()
 
     def evict(self) -> None:
@@ -115,14 +131,15 @@ class MpServer:
         shrink(
             l1._eviction_policy, self.held()[0], self.dram_chunks, self.l1.delete, self.l1.is_key_evictable
         )
-        shrink(self._l2.eviction_policy, self.held()[1], self.ssd_chunks, self._l2.adapter.delete)
+        for l2 in self._l2:
+            shrink(l2.eviction_policy, self.held()[1], self.ssd_chunks, l2.adapter.delete)
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         context = self._engine.context
         keys, _ = resolve_object_keys(context.token_hasher, MODEL, 1, list(token_ids), "")
         keys = keys[-(-kept_tokens // CHUNK) :]
         self.storage.delete_l1_keys(keys)
-        self._l2.adapter.delete([key for key in keys if key in self.held()[1]])
+        self._adapter.delete([key for key in keys if key in self.held()[1]])
 
     def drop_workers(self) -> None:
         """Drop every worker, as those that have sent no heartbeat for `--worker-reap-timeout-seconds`."""
@@ -135,9 +152,14 @@ class MpServer:
         self._engine.close()
 
     @property
-    def _l2(self) -> Any:
-        (state,) = self.storage._l2_eviction_controller._adapter_states
-        return state
+    def _l2(self) -> list[Any]:
+        """Of an L2 that evicts, LMCache's state of that; `fs` evicts nothing."""
+        return list(self.storage._l2_eviction_controller._adapter_states)
+
+    @property
+    def _adapter(self) -> Any:
+        ((_, adapter),) = self.storage.l2_adapters()
+        return adapter
 
     def _under_way(self) -> bool:
         """Looks at the tables in the order in which a key goes through them."""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,21 @@ def engine(model: Path, **values: object) -> EngineArgs:
         ({"enable_prefix_caching": False}, "prefix caching is off"),
     ],
 )
+def test_a_directory_for_recordings_that_cannot_be_written_is_refused_before_engines_start(
+    model: Path, settings: Callable[..., None]
+) -> None:
+    settings(run_output_dir="/proc/recordings")
+    with pytest.raises(ConfigError, match=r"/proc/recordings.*run_output_dir"):
+        engine(model).create_engine_config()
+
+
+def test_a_scheduler_given_by_hand_is_one_sentence_on_the_command_line(model: Path) -> None:
+    args = engine(model, scheduler_cls="some.Scheduler")
+    vars(args)["tool_call_parser"] = ""  # as `vllm serve` leaves it
+    with pytest.raises(SystemExit, match="^vllm: error: --scheduling-policy continuum: --scheduler-cls"):
+        args.create_engine_config()
+
+
 def test_a_conflict_is_refused_at_the_start(model: Path, values: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--scheduling-policy continuum: {reason}"):
         engine(model, **values).create_engine_config()

@@ -42,6 +42,8 @@ HEALTHY: dict[str, float] = {
     'continuum_tier_capacity_tokens{tier="dram"}': 200_000,
     'continuum_tier_capacity_tokens{tier="ssd"}': 150_000,
     UP: 1,
+    'continuum_tier_faults_total{fault="damaged_chunk"}': 0,
+    'continuum_tier_faults_total{fault="failed_store"}': 0,
     LOST % "changed-first-third": 5_200,
     LOST % "evicted-first-third": 20_000,
     'continuum_ignored_fields_total{field="priority"}': 0,
@@ -49,6 +51,8 @@ HEALTHY: dict[str, float] = {
 CASES: dict[str, dict[str, float | None]] = {
     "continuum-is-off": {ON: None},
     "tier-store-down": {UP: 0},
+    "damaged-chunks": {'continuum_tier_faults_total{fault="damaged_chunk"}': 1},
+    "failed-stores": {'continuum_tier_faults_total{fault="failed_store"}': 1},
     "low-batch-memory-full": {RUNNING: 7},
     "preemptions": {PREEMPTIONS: 6},
     "tier-too-small": {CONTEXTS: 200_001},

@@ -57,7 +57,7 @@ from connectors.lmcache_mp.tier_mirror import (
     MpTiers,
     TierPoller,
 )
-from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult
+from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult, NumberedChange
 from continuum_lmcache import __version__
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
@@ -89,7 +89,7 @@ def test_what_an_earlier_server_left_in_l2_is_known_at_the_start(tmp_path: Path)
 def test_l2_is_asked_only_for_what_it_has_and_l1_lacks(mp_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """LMCache asks it for every key, and it answers after the writes in its queue."""
     rig, asked = mp_rig(), []
-    adapter = rig.server._l2.adapter
+    adapter = rig.server._adapter
     ask = adapter.submit_lookup_and_lock_task
     monkeypatch.setattr(
         adapter,
@@ -113,15 +113,15 @@ def test_l2_is_asked_only_for_what_it_has_and_l1_lacks(mp_rig: Make, monkeypatch
 
 
 def test_of_an_l2_that_others_may_write_nothing_is_known_at_the_start(tmp_path: Path) -> None:
-    def known(kind: str, **given: object) -> list[ObjectKey] | None:
+    def known(kind: str, **given: object) -> dict[ObjectKey, Path] | None:
         arguments = Namespace(l2_adapter=[json.dumps({"type": kind, **given})])
         (config,) = parse_args_to_l2_adapters_config(arguments).adapters
         return stored_before(L2AdapterDescriptor(0, config))
 
     key = ObjectKey(b"hash", MODEL, ObjectKey.ComputeKVRank(1, 0, 1, 0))
-    (tmp_path / _object_key_to_filename(key)).touch()
+    (file := tmp_path / _object_key_to_filename(key)).touch()
     place = {"base_path": str(tmp_path)}
-    assert known("fs_native", **place) == known("fs", **place) == [key]
+    assert known("fs_native", **place) == known("fs", **place) == {key: file}
     assert known("fs_native", **place, shared=True) is None
     assert known("fs", base_path=str(tmp_path / "gone")) is None
     assert known("mock", max_size_gb=1, mock_bandwidth_gb=1) is None
@@ -492,7 +492,7 @@ def test_the_time_until_l2_reads_counts_as_the_disks_too(
 ) -> None:
     """The question what it has stands in one queue with its writes."""
     rig, wait_s = mp_rig(2, 12), 0.2
-    adapter = rig.server._l2.adapter
+    adapter = rig.server._adapter
     load = adapter.submit_load_task
     monkeypatch.setattr(adapter, "submit_load_task", lambda *given: time.sleep(wait_s) or load(*given))
     for program in (1, 2):
@@ -650,6 +650,51 @@ def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():
 
 
 ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 1, 300.0, "blake3", 0.0, "", "", 1, knows_all=False)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"schedulers": 0},
+        {"schedulers": -1},
+        {"number": -1},
+        {"dram_bytes": -1},
+        {"ssd_bytes": -1},
+        {"dram_spare_bytes": -1},
+        {"read_lease_s": float("nan")},
+        {"read_lease_s": -1.0},
+        {"clock_s": float("inf")},
+        {"damaged_chunks": -1},
+        {"failed_stores": -1},
+        {"changes": [NumberedChange(1, False, True, b"")]},
+        {"changes": [NumberedChange(1, False, True, bytes(2**20))]},
+        {"lookups": [LookupResult(1, "r", -1, 0.0)]},
+        {"lookups": [LookupResult(1, "r", 1, float("nan"))]},
+    ],
+    ids=str,
+)
+def test_an_answer_with_a_value_out_of_its_range_is_not_read(lie: dict[str, Any]) -> None:
+    sent = [ANSWER, msgspec.structs.replace(ANSWER, **lie), ANSWER]
+    poller = TierPoller(lambda *_: msgspec.msgpack.encode(sent.pop(0)), ChangesRequest("m", 1))
+    tiers = MpTiers(poller, TokenHasher(CHUNK, "blake3"), bytes_per_token=1)
+    poller.poll()
+    known = tiers.capacity_tokens()
+    poller.try_poll()
+    assert not poller.is_up and tiers.capacity_tokens() == known
+    poller.try_poll()
+    assert poller.is_up
+
+
+def test_faults_of_the_disk_add_up_over_servers() -> None:
+    """Each process of the server counts its own; a Prometheus counter never falls."""
+    counted = [("a", 1), ("a", 3), ("b", 2), ("b", 2)]
+    sent = [msgspec.structs.replace(ANSWER, epoch=epoch, damaged_chunks=n) for epoch, n in counted]
+    poller = TierPoller(lambda *_: msgspec.msgpack.encode(sent.pop(0)), ChangesRequest("m", 1))
+    found = []
+    for _ in counted:
+        poller.poll()
+        found.append(poller.faults["damaged_chunk"])
+    assert found == [1, 3, 5, 5]
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,15 @@ pytest.importorskip("lmcache.integration.vllm.mp_server_launcher")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.lmcache_mp import autostart
 from connectors.lmcache_mp.autostart import all_gpus, one_start
+from connectors.lmcache_mp.server import machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.translation import (
     AUTOSTART,
     NAMES,
     SERVER_ARGS,
     EngineShape,
+    misspelt,
     parse_server_args,
     translated,
 )
@@ -186,12 +187,21 @@ def test_a_config_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("name", ["BLEND_RECOMPUTE_RATIOS", "CHUNK_SIZ", "MAX_LOCAL_CPU_SZE"])
+@pytest.mark.parametrize(
+    ("name", "nearly"),
+    [
+        ("BLEND_RECOMPUTE_RATIOS", ""),
+        ("CHUNK_SIZ", "did you mean LMCACHE_CHUNK_SIZE?"),
+        ("MAX_LOCAL_CPU_SZE", "did you mean LMCACHE_MAX_LOCAL_CPU_SIZE?"),
+    ],
+)
 def test_a_setting_without_a_counterpart_and_a_misspelt_one_are_named_and_do_not_end_the_start(
-    name: str,
+    name: str, nearly: str
 ) -> None:
-    line = translated(BARE, {f"LMCACHE_{name}": "1"}, ONE)[1]
+    environ = {f"LMCACHE_{name}": "1"}
+    line = translated(BARE, environ, ONE)[1]
     assert line.endswith(f"without effect: LMCACHE_{name}")
+    assert [nearly in sentence for sentence in misspelt(environ)] == [True] * bool(nearly)
 
 
 @pytest.mark.parametrize("name", ["SERVER_SERVICE_HOST", "PORT_8000_TCP_ADDR", "HOME", "RPC_PORT"])
@@ -227,7 +237,7 @@ def test_any_json_value_of_any_setting_is_taken_or_refused_in_one_line(extra: di
 def test_a_port_that_something_else_has_is_named_before_a_server_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(autostart, "ANSWER_S", 0.5)
+    monkeypatch.setattr(machine, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for extra in ({"lmcache.mp.port": port}, {SERVER_ARGS: f"--http-port {port}"}):

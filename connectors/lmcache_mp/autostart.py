@@ -1,8 +1,8 @@
-"""What is checked before an engine's first worker starts LMCache's server.
+"""What surrounds the start of LMCache's server by an engine's first worker.
 
 LMCache 0.5.6's launcher (mp_server_launcher.py) starts one if none answers at the address. Here engines that
-start at the same time do so one after the other, a port that something else has is named, and the server sees
-all of the machine's GPUs, for the engines that come later. What it writes is its user's alone.
+start at the same time do so one after the other, and the server sees all of the machine's GPUs, for the
+engines that come later. What it writes is its user's alone, and it ends soon after its engine was killed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ import zmq
 from lmcache.integration.vllm.mp_server_launcher import is_mp_server_autostart_enabled, is_mp_server_healthy
 from vllm.logger import init_logger
 
-from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, shm_name
+from connectors.lmcache_mp.server.command_line import leftover_pool, shm_name
+from connectors.lmcache_mp.server.machine import check_machine, private_files
+from connectors.lmcache_mp.server.parent import STARTED_BY
 from connectors.lmcache_mp.settings import server_urls
-from connectors.lmcache_mp.translation import parse_server_args, port_of
+from connectors.lmcache_mp.translation import port_of
 from continuum_lmcache.errors import ConfigError, ServerError
 
 logger = init_logger("vllm.continuum.lmcache")
-ANSWER_S = 10.0  # a server may be busy
+LOCK_S = 120.0  # LMCache waits 90 s for a server to start
 START_S = 60.0  # and may start at the same time as vLLM
 GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -40,17 +42,67 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
     if not is_first_worker or not is_mp_server_autostart_enabled(extra):
         yield
         return
-    port = port_of(extra)
-    lock = Path(tempfile.gettempdir(), f"continuum-lmcache-{os.getuid()}-{port}.lock")
-    with lock.open("a") as held, private_files():
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if not _is_running(port):
-            _make_room(extra, port)
+    port, gpus = port_of(extra), len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    with locked(port), private_files():
+        if check_machine(extra):
+            logger.info("LMCache's server runs on port %d already; it is used, with its own sizes", port)
+        else:
+            _unlink(leftover_pool(shm_name(port)))  # no server has the port, so none has the memory
         try:
-            with all_gpus(len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
+            with all_gpus(gpus), variables({STARTED_BY: str(os.getpid())}):
                 yield
         except ConnectionError as error:
             raise ServerError(f"LMCache's server did not start, and said why above: {error}") from error
+
+
+@contextlib.contextmanager
+def locked(port: int) -> Iterator[None]:
+    """Hold this user's lock of a port; wait for it LOCK_S. Raises ConfigError, ServerError."""
+    path = Path(tempfile.gettempdir(), f"continuum-lmcache-{os.getuid()}-{port}.lock")
+    try:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        is_ours = os.fstat(held).st_uid == os.getuid()
+    except OSError:
+        held, is_ours = -1, False
+    try:
+        if not is_ours:
+            raise ConfigError(
+                f"{path}, by which only one engine at a time starts LMCache's server, is not this user's own "
+                "file; remove it, or set TMPDIR to a folder of your own"
+            )
+        end_s, told = time.monotonic() + LOCK_S, False
+        while not _take(held):
+            if not told:
+                logger.info("Another engine starts LMCache's server on port %d; this one waits for it", port)
+            if time.monotonic() > end_s:
+                raise ServerError(
+                    f"another process has held {path} for {LOCK_S:.0f} s, as if it started LMCache's server; "
+                    "end it, or set lmcache.mp.port to another port"
+                )
+            told = True
+            time.sleep(0.2)
+        yield
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def _take(held: int) -> bool:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlink(leftover: Path) -> None:
+    try:
+        leftover.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{leftover}, an LMCache server's shared memory, cannot be removed ({error.strerror}); set "
+            "lmcache.mp.port to another port"
+        ) from error
 
 
 def find_server(extra: Mapping[str, Any]) -> None:
@@ -67,62 +119,30 @@ def find_server(extra: Mapping[str, Any]) -> None:
         )
 
 
-def _is_running(port: int) -> bool:
-    """Whether LMCache's server answers at the port. Raises ConfigError if something else has the port."""
-    if not _is_taken(port):
-        return False
-    if not is_mp_server_healthy(f"tcp://{HOST}:{port}", zmq.Context.instance(), ANSWER_S):
-        raise ConfigError(
-            f"port {port} is taken by something that does not answer as LMCache's server; stop it, or set "
-            "lmcache.mp.port to another one"
-        )
-    logger.info("LMCache's server runs on port %d already and is used as it is, with its own sizes", port)
-    return True
-
-
-def _make_room(extra: Mapping[str, Any], port: int) -> None:
-    """What a new server needs: its other port, a folder for L2, and no shared memory of a killed server."""
-    args, _ = parse_server_args(extra)
-    if _is_taken(args.http_port):
-        raise ConfigError(
-            f"port {args.http_port}, for HTTP of LMCache's server, is taken; put --http-port with another "
-            "one into lmcache.mp.autostart.server_args"
-        )
-    for adapter in args.l2_adapter:
-        if folder := adapter.get("base_path"):
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    leftover_pool(shm_name(port)).unlink(missing_ok=True)  # no server has the port, so none has the memory
-
-
-def _is_taken(port: int) -> bool:
-    with socket.socket() as asked:
-        asked.settimeout(ANSWER_S)
-        return asked.connect_ex((HOST, port)) == 0
-
-
-@contextlib.contextmanager
-def private_files() -> Iterator[None]:
-    """Let processes that are started meanwhile make files, such as L2's, for their own user alone."""
-    before = os.umask(0o077)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
 @contextlib.contextmanager
 def all_gpus(count: int) -> Iterator[None]:
     """Show processes started meanwhile all `count` GPUs of the machine, this process's own first.
 
     A server that sees only the first engine's GPUs could not copy to those of a second engine.
     """
-    mine = os.environ.get(GPUS, "")
-    own = [one.strip() for one in mine.split(",")]
+    own = [one.strip() for one in os.environ.get(GPUS, "").split(",")]
     if not all(one.isdecimal() for one in own):  # none is hidden, or they have names
         yield
         return
-    os.environ[GPUS] = ",".join([*own, *(str(n) for n in range(count) if str(n) not in own)])
+    with variables({GPUS: ",".join([*own, *(str(n) for n in range(count) if str(n) not in own)])}):
+        yield
+
+
+@contextlib.contextmanager
+def variables(shown: Mapping[str, str]) -> Iterator[None]:
+    """Show processes that are started meanwhile these environment variables."""
+    before = {name: os.environ.get(name) for name in shown}
+    os.environ.update(shown)
     try:
         yield
     finally:
-        os.environ[GPUS] = mine
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

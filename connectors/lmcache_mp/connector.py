@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -36,6 +37,7 @@ from connectors.kv_names import WeightsVersion, kv_fingerprint
 from connectors.lmcache_mp.autostart import find_server, one_start
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
+from connectors.lmcache_mp.server.machine import check_machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import (
     apply_defaults,
@@ -69,6 +71,8 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         The user's LMCache settings become options of the server in `vllm_config` (translation.py)."""
         refuse_kv_of_more_than_tokens(vllm_config)
         translate(vllm_config, log)
+        if log:  # before engines start
+            check_machine(transfer_config(vllm_config).kv_connector_extra_config)
         extra, _ = with_defaults(transfer_config(vllm_config).kv_connector_extra_config)
         if vllm_config.model_config.enable_sleep_mode and extra.get("lmcache.mp.use_vmm_api"):
             raise ConfigError(
@@ -131,6 +135,10 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     def capacity_tokens(self) -> dict[Tier, int]:
         """This engine's part of the server's L1, and of L2 where L1 has room for its loads."""
         return self._tiers.capacity_tokens()
+
+    def faults(self) -> Mapping[str, int]:
+        """Of the server's disk."""
+        return self._tiers.faults
 
     def hit_at_lookup(self, request_id: str) -> TierHit | None:
         """Where the request's KV was at its first lookup, before L2's part was read into L1."""

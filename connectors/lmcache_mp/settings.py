@@ -12,11 +12,11 @@ from typing import Any
 from lmcache.integration.vllm.vllm_multi_process_adapter import ExtraConfigDefault
 
 from continuum_lmcache.config import refuse_unknown
+from continuum_lmcache.connector_names import EXTRA
+from continuum_lmcache.connector_names import LMCACHE_PREFIX as PREFIX
+from continuum_lmcache.connector_names import MP_PREFIX as MP
 from continuum_lmcache.errors import ConfigError
 
-PREFIX = "lmcache."
-MP = "lmcache.mp."
-EXTRA = "kv_connector_extra_config"
 # read by LMCache 0.5.6's MP connector beside ExtraConfigDefault's names
 DIRECT = frozenset(
     {

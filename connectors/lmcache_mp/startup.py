@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
-from connectors.lmcache_mp.translation import EngineShape, translated
+from connectors.lmcache_mp.translation import EngineShape, misspelt, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
@@ -65,8 +65,11 @@ def translate(vllm_config: VllmConfig, log: bool) -> None:
     transfer.kv_connector_extra_config, line = translated(
         transfer.kv_connector_extra_config, os.environ, shape
     )
-    if log and line:
-        logger.info(line)
+    if log:
+        for sentence in misspelt(os.environ):
+            logger.warning(sentence)
+        if line:
+            logger.info(line)
 
 
 def apply_defaults(vllm_config: VllmConfig, log: bool) -> None:

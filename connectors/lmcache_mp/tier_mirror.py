@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -86,6 +86,8 @@ class TierPoller:
         self.tier_bytes: dict[Tier, int] = {}  # that the tiers hold before they evict
         self.spare_bytes = 0  # of L1, for what is read from L2
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
+        self.faults: Counter[str] = Counter(damaged_chunk=0, failed_store=0)  # of L2
+        self._counted: dict[str, int] = {}  # of these, by this process of the server
         self.is_up = True
         self._answered_s = clock()
         self._requested_s: float | None = None  # when the request without an answer was sent
@@ -116,6 +118,7 @@ class TierPoller:
                 self._request, epoch=self.mirror.epoch, number=self.mirror.number
             )
             reply = decoded(self._call(msgspec.msgpack.encode(request), timeout_s))
+            self._count_faults(reply)
             self.mirror.apply_report(reply)
             self.lookups += reply.lookups
             if reply.schedulers != self.schedulers:
@@ -127,6 +130,17 @@ class TierPoller:
             self.spare_bytes = reply.dram_spare_bytes
             self._answered_s, self._requested_s = self._requested_s, None
             return reply
+
+    def _count_faults(self, reply: ChangesReply) -> None:
+        counted = {"damaged_chunk": reply.damaged_chunks, "failed_store": reply.failed_stores}
+        before = self._counted if reply.epoch == self.mirror.epoch else {}
+        for fault, count in counted.items():
+            if count > before.get(fault, 0):
+                if not self.faults[fault]:
+                    text = "LMCache's server reports a first %s of its disk; its own log names each"
+                    logger.warning(text, fault.replace("_", " "))
+                self.faults[fault] += count - before.get(fault, 0)
+        self._counted = counted
 
     def _poll_until_closed(self) -> None:
         while not self._stopping.wait(POLL_S):
@@ -180,6 +194,11 @@ class MpTiers:
     def knows_all(self) -> bool:
         """Whether the tiers hold only what `locate` finds; false: L2 may hold what others stored there."""
         return self._poller.knows_all
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """Of the server's disk, since this engine's first question."""
+        return self._poller.faults
 
     @property
     def spare_tokens(self) -> int:

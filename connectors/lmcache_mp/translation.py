@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
 from lmcache.v1.config import _CONFIG_ALIASES, _CONFIG_DEFINITIONS
 
-from connectors.lmcache_mp.server.command_line import CHUNK_TOKENS, shm_name
-from connectors.lmcache_mp.wire import MODULE
+from connectors.lmcache_mp.server.command_line import DISK, EVICTING, parsed_words, words
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.config import parsed, refuse_unknown
+from continuum_lmcache.connector_names import AUTOSTART, EXTRA, SERVER_ARGS
+from continuum_lmcache.connector_names import LMCACHE_PREFIX as PREFIX
+from continuum_lmcache.connector_names import MP_PREFIX as MP
 from continuum_lmcache.errors import ConfigError
 
-PREFIX = "lmcache."
-MP = "lmcache.mp."
-EXTRA = "kv_connector_extra_config"
-AUTOSTART = MP + "autostart"
-SERVER_ARGS = MP + "autostart.server_args"
 L1_GIB = 5.0  # LMCache's max_local_cpu_size
 SPARE_SHARE = 0.5  # of L1 at most, that eviction keeps free for one load from L2
 WATERMARK = 0.8  # LMCache's: eviction keeps the rest of L1 free
@@ -88,17 +84,17 @@ def translated(
         for name, kind in TRANSLATED.items()
         if user.get(name) is not None
     }
-    words = server_words(extra, values, shape)
+    command = shlex.join(server_words(extra, values, shape))
     kept = {k: v for k, v in extra.items() if _is_kept(k)}
     if "save_decode_cache" in values:
         kept[MP + "save_decode_cache"] = values["save_decode_cache"]
-    line = f"LMCache's server on port {port_of(extra)}, if none runs there: {shlex.join(words)}"
+    line = f"LMCache's server on port {port_of(extra)}, if none runs there: {command}"
     if values:
         line += f"; from {', '.join(_spelled(values, environ))}"
     ignored = [name for name in user if name not in TRANSLATED and not _is_default(name, user[name])]
     if ignored:
         line += f"; without a counterpart, so without effect: {', '.join(_spelled(ignored, environ))}"
-    return {**kept, AUTOSTART: True, SERVER_ARGS: shlex.join(words)}, line
+    return {**kept, AUTOSTART: True, SERVER_ARGS: command}, line
 
 
 def server_words(extra: Mapping[str, Any], values: Mapping[str, Any], shape: EngineShape) -> list[str]:
@@ -125,42 +121,21 @@ def server_words(extra: Mapping[str, Any], values: Mapping[str, Any], shape: Eng
     watermark = args.eviction_trigger_watermark
     if watermark is None and adapters and prompt_gib > (1 - WATERMARK) * l1_gib:
         watermark = round(max(1 - SPARE_SHARE, 1 - prompt_gib / l1_gib - 0.01), 2)
-    words = ["--l1-size-gb", f"{l1_gib:g}", "--chunk-size", str(chunk_tokens)]
-    words += ["--eviction-policy", args.eviction_policy]
-    if watermark is not None:
-        words += ["--eviction-trigger-watermark", f"{watermark:g}"]
-    words += ["--supported-transfer-mode", args.supported_transfer_mode, "--shm-name", args.shm_name]
-    words += ["--http-port", str(args.http_port), "--l2-prefetch-policy", args.l2_prefetch_policy]
-    for adapter in adapters:
-        words += ["--l2-adapter", json.dumps(adapter)]
-    for module in args.server_module:
-        words += ["--server-module", module]
-    if not any(MODULE in module for module in args.server_module):
-        words += ["--server-module", json.dumps({"module_path": MODULE})]
-    return words + rest
+    args.l1_size_gb, args.chunk_size, args.l2_adapter = l1_gib, chunk_tokens, adapters
+    args.eviction_trigger_watermark = watermark
+    return [*words(args), *rest]
 
 
 def parse_server_args(extra: Mapping[str, Any]) -> tuple[argparse.Namespace, list[str]]:
     """`server_args`: the options that matter here, completed, and the others. Raises ConfigError."""
-    port = port_of(extra)
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--l1-size-gb", type=float)
-    parser.add_argument("--chunk-size", type=int, default=CHUNK_TOKENS)
-    parser.add_argument("--eviction-policy", default="LRU")
-    parser.add_argument("--eviction-trigger-watermark", type=float)
-    parser.add_argument("--supported-transfer-mode", default="auto")
-    parser.add_argument("--shm-name", default=shm_name(port))
-    parser.add_argument("--http-port", type=int, default=port + 1)
-    parser.add_argument("--l2-prefetch-policy", default="retain")
-    parser.add_argument("--l2-adapter", type=_json_object, action="append", default=[])
-    parser.add_argument("--server-module", action="append", default=[])
     try:
-        words = shlex.split(extra.get(SERVER_ARGS) or "")
+        return parsed_words(shlex.split(extra.get(SERVER_ARGS) or ""), port_of(extra))
     except (ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(
             f"{SERVER_ARGS} is {extra[SERVER_ARGS]!r:.80}; it must be a command line: {error}"
         ) from error
-    return parser.parse_known_args(words)
 
 
 def disk_adapters(
@@ -171,8 +146,7 @@ def disk_adapters(
         return adapters
     if values.get("local_disk") == "":
         return []
-    fresh = {"type": "fs_native", "use_odirect": True, "eviction": {"eviction_policy": "LRU"}}
-    disk = {**(adapters[0] if len(adapters) == 1 else fresh)}
+    disk = {**(adapters[0] if len(adapters) == 1 else DISK | EVICTING)}
     if "local_disk" in values:
         folder = values["local_disk"].strip().removeprefix("file://")
         if "://" in folder or "," in folder:
@@ -208,18 +182,6 @@ def port_of(extra: Mapping[str, Any]) -> int:
     return int(parsed(MP + "port", extra.get(MP + "port", 5555), "int"))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{SERVER_ARGS}: {message}")
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
-    return found
-
-
 def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
     name = environ.get("LMCACHE_CONFIG_FILE")
     if name is None:
@@ -234,6 +196,17 @@ def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"LMCACHE_CONFIG_FILE {name} holds a {type(found).__name__}, not a YAML mapping")
     return {str(key): value for key, value in found.items()}
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """For each variable that is no setting, and nearly one: a sentence that says so."""
+    near = {name: difflib.get_close_matches(name, TRANSLATED, 1, MISSPELT) for name in _variables(environ)}
+    return [
+        f"LMCACHE_{name.upper()} is no setting of LMCache and has no effect: did you mean "
+        f"LMCACHE_{close[0].upper()}?"
+        for name, close in near.items()
+        if name not in NAMES and close
+    ]
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, Any]:

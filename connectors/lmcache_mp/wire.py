@@ -7,6 +7,10 @@ from typing import Annotated
 
 import msgspec
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # no infinity, and nothing that is no number
+Name = Annotated[bytes, msgspec.Meta(min_length=1, max_length=128)]
 METHOD = "continuum.tiers"
 MODULE = "connectors.lmcache_mp_module"
 
@@ -24,39 +28,43 @@ class ChangesRequest(msgspec.Struct, frozen=True):
 class NumberedChange(msgspec.Struct, frozen=True, array_like=True):
     """One chunk, all its pieces, is now in a tier, or has lost its first piece there."""
 
-    number: int
+    number: Count
     ssd: bool
     admitted: bool
-    chunk: bytes  # chunk_name()
+    chunk: Name  # chunk_name()
 
 
 class LookupResult(msgspec.Struct, frozen=True, array_like=True):
     """What one request's lookup read into L1."""
 
-    number: int
+    number: Count
     request_id: str
-    ssd_tokens: int  # tokens whose KV was read from L2
-    ssd_read_s: float  # from asking L2 to the end of the last read
+    ssd_tokens: Count  # tokens whose KV was read from L2
+    ssd_read_s: Seconds  # from asking L2 to the end of the last read
 
 
 class ChangesReply(msgspec.Struct, frozen=True):
-    """The answer. A snapshot has all chunks of the tiers as admitted, and replaces earlier changes."""
+    """The answer. A snapshot has all chunks of the tiers as admitted, and replaces earlier changes.
+
+    One with a value out of its range is not read at all (`decoded` in tier_mirror.py)."""
 
     epoch: str  # of the server's process: another process has other numbers
-    number: int  # of the newest entry
+    number: Count  # of the newest entry
     is_snapshot: bool
     changes: list[NumberedChange]
     lookups: list[LookupResult]
-    dram_bytes: int  # that L1 holds before it evicts
-    ssd_bytes: int | None  # the same of L2; 0: there is none; None: an adapter has no size, such as `fs`
-    dram_spare_bytes: int  # of L1, kept free by eviction for reads from L2
-    read_lease_s: float  # for how long a lookup locks what it found
+    dram_bytes: Count  # that L1 holds before it evicts
+    ssd_bytes: Count | None  # the same of L2; 0: there is none; None: an adapter has no size, such as `fs`
+    dram_spare_bytes: Count  # of L1, kept free by eviction for reads from L2
+    read_lease_s: Seconds  # for how long a lookup locks what it found
     hash_algorithm: str
-    clock_s: float  # of the server's machine, at the answer
+    clock_s: Seconds  # of the server's machine, at the answer
     lmcache: str  # LMCache's version in the server
     continuum: str  # this package's
-    schedulers: int  # that have asked lately: the tiers are theirs together
+    schedulers: Positive  # that have asked lately: the tiers are theirs together
     knows_all: bool  # whether the changes tell all that the tiers hold
+    damaged_chunks: Count = 0  # of L2, since the server's start: found at their load, and not used
+    failed_stores: Count = 0  # of chunks into L2, since then
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

@@ -11,7 +11,8 @@ from pathlib import Path
 from continuum_lmcache.capacity import kv_budget, plan_check
 from continuum_lmcache.capacity.kv_budget import GIB, BudgetLine, KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, break_even_tokens
-from continuum_lmcache.console.lmcache_check import IN_PROCESS, checked, read, untried
+from continuum_lmcache.connector_names import IN_PROCESS
+from continuum_lmcache.console.lmcache_check import checked, read, untried
 from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError

@@ -89,6 +89,23 @@ def store_down(page: MetricsPage) -> Iterator[Finding]:
         )
 
 
+def disk_faults(page: MetricsPage) -> Iterator[Finding]:
+    """The disk below the GPU loses chunks, or takes none."""
+    faults = page.by("continuum_tier_faults_total", "fault")
+    if damaged := faults.get("damaged_chunk", 0.0):
+        yield warning(
+            "damaged-chunks",
+            f"{damaged:,.0f} chunks on LMCache's disk were damaged, or had no checksum: they were not used",
+            "each file is named in LMCache's log; if files that it has written get damaged, replace the disk",
+        )
+    if failed := faults.get("failed_store", 0.0):
+        yield warning(
+            "failed-stores",
+            f"LMCache could not store {failed:,.0f} chunks on its disk",
+            "its log says why; a disk that is full needs a smaller LMCACHE_MAX_LOCAL_DISK_SIZE, or room",
+        )
+
+
 def low_batch(page: MetricsPage) -> Iterator[Finding]:
     """Memory is full while few turns run and others wait: memory limits this server, not compute."""
     running, waiting, usage = page.total(RUNNING), page.count(WAITING), kv_usage(page) or 0.0
@@ -185,7 +202,10 @@ def new_weights(page: MetricsPage) -> Iterator[Finding]:
     )
 
 
-RULES = (off, store_down, low_batch, preempting, small_tier, changed_prompts, ignored, new_weights)
+RULES = (
+    *(off, store_down, disk_faults, low_batch, preempting),
+    *(small_tier, changed_prompts, ignored, new_weights),
+)
 
 
 def diagnose(page: MetricsPage) -> list[Finding]:

@@ -10,6 +10,7 @@ from typing import Any
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.capacity.plan_check import WATERMARK
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.connector_names import AUTOSTART, EXTRA, IN_PROCESS, OURS, OVER_LMCACHE, OVER_NATIVE
 from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.model_shapes import ModelShape
@@ -17,12 +18,9 @@ from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
-IN_PROCESS = "LMCacheConnectorV1"
-LMCACHE = (IN_PROCESS, "LMCacheMPConnector", "ContinuumLMCacheMPConnector")
-NATIVE = ("OffloadingConnector", "ContinuumOffloadingConnector")
+LMCACHE = (*(name for name, ours in OURS.items() if ours is OVER_LMCACHE), OVER_LMCACHE[0])
+NATIVE = (*(name for name, ours in OURS.items() if ours is OVER_NATIVE), OVER_NATIVE[0])
 CORRECT = "correct it: no server starts with this setting"
-EXTRA = "kv_connector_extra_config"
-AUTOSTART = "lmcache.mp.autostart"
 
 
 Checked = tuple[Mapping[Tier, float], list[Finding]]

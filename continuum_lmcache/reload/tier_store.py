@@ -77,6 +77,10 @@ class TierStore:
         """How many tokens each tier holds before it evicts; a missing tier is not in the mapping."""
         return {}
 
+    def faults(self) -> Mapping[str, int]:
+        """How many chunks the tiers have lost so far, by the kind of fault."""
+        return {}
+
     def set_load_selector(self, select: LoadSelector) -> None:
         """Offer vLLM no more tokens than `select` returns. The scheduler calls this once, at its start.
 

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -95,6 +96,7 @@ def recording_path(folder: Path, rank: int = 0) -> Path:
     """The recording's file in this folder, which is made. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
             f"recordings cannot go to {folder}: {error}; set continuum.run_output_dir "

@@ -1,1 +1,1 @@
-"""The modules that run inside the LMCache MP server."""
+"""The modules that run inside the LMCache MP server, and what its start needs."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from connectors.lmcache_mp.wire import MODULE
+from continuum_lmcache.connector_names import SERVER_ARGS
+from continuum_lmcache.errors import ConfigError
 
 HOST = "127.0.0.1"
 CHUNK_TOKENS = 256
+DISK = {"type": "fs_native", "use_odirect": True}  # of L2
+EVICTING = {"eviction": {"eviction_policy": "LRU"}}  # where it has a size
 
 
 def options(
@@ -25,24 +32,64 @@ def options(
     `disk`: the directory of L2, "" for no L2. `disk_gb`: its size; with None nothing is evicted.
     `module`: with our tier module.
     """
-    words = ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
-    words += ["--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU"]
-    words += ["--supported-transfer-mode", "auto", "--shm-name", shm_name(port)]
-    if disk:
-        l2: dict[str, Any] = {"type": "fs_native", "base_path": disk, "use_odirect": True}
-        if disk_gb is not None:
-            l2 |= {"max_capacity_gb": disk_gb, "eviction": {"eviction_policy": "LRU"}}
-        words += ["--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"]
-    if module:
-        words += ["--server-module", json.dumps({"module_path": MODULE})]
-    return words
+    args, _ = parsed_words([], port)
+    args.l1_size_gb, args.http_port = l1_gb, http_port
+    size = {} if disk_gb is None else {"max_capacity_gb": disk_gb, **EVICTING}
+    args.l2_adapter = [{**DISK, "base_path": disk, **size}] if disk else []
+    return ["--host", HOST, "--port", str(port), "--http-host", HOST, *words(args, module)]
+
+
+def parsed_words(given: Sequence[str], port: int) -> tuple[argparse.Namespace, list[str]]:
+    """The options that matter here, completed, and the others. Raises ConfigError."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--l1-size-gb", type=float)
+    parser.add_argument("--chunk-size", type=int, default=CHUNK_TOKENS)
+    parser.add_argument("--eviction-policy", default="LRU")
+    parser.add_argument("--eviction-trigger-watermark", type=float)
+    parser.add_argument("--supported-transfer-mode", default="auto")
+    parser.add_argument("--shm-name", default=shm_name(port))
+    parser.add_argument("--http-port", type=int, default=port + 1)
+    parser.add_argument("--l2-prefetch-policy", default="retain")
+    parser.add_argument("--l2-adapter", type=_json_object, action="append", default=[])
+    parser.add_argument("--server-module", action="append", default=[])
+    return parser.parse_known_args(given)
+
+
+def words(args: argparse.Namespace, module: bool = True) -> list[str]:
+    """Those options as a command line, with our tier module, unless it is left out."""
+    modules = list(args.server_module)
+    if module and not any(MODULE in given for given in modules):
+        modules.append(json.dumps({"module_path": MODULE}))
+    found = ["--l1-size-gb", f"{args.l1_size_gb:g}", "--chunk-size", str(args.chunk_size)]
+    found += ["--eviction-policy", args.eviction_policy]
+    if args.eviction_trigger_watermark is not None:
+        found += ["--eviction-trigger-watermark", f"{args.eviction_trigger_watermark:g}"]
+    found += ["--supported-transfer-mode", args.supported_transfer_mode, "--shm-name", args.shm_name]
+    found += ["--http-port", str(args.http_port), "--l2-prefetch-policy", args.l2_prefetch_policy]
+    for adapter in args.l2_adapter:
+        found += ["--l2-adapter", json.dumps(adapter)]
+    for given in modules:
+        found += ["--server-module", given]
+    return found
 
 
 def shm_name(port: int) -> str:
-    """The name of L1's shared memory; servers of one machine differ by their port."""
-    return f"continuum-mp-{port}"
+    """The name of L1's shared memory; servers of one machine differ by their user and port."""
+    return f"continuum-mp-{os.getuid()}-{port}"
 
 
 def leftover_pool(name: str) -> Path:
     """That memory as a file, which a killed server leaves. LMCache puts its own prefix before the name."""
     return Path("/dev/shm", f"lmcache_l1_pool_{name}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{SERVER_ARGS}: {message}")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+    return found

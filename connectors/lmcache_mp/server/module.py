@@ -9,7 +9,7 @@ request. An answer takes none of LMCache's locks and changes nothing.
 Used members, as of LMCache 0.5.6: `--server-module` (ext_server_module.py), L1ManagerListener and
 L2AdapterListener (distributed/internal_api.py), the event bus, and two private ones:
 StorageManager._l1_managers_by_id, since only L2 has a public way to register a listener, and
-_filename_to_object_key, since no adapter of files lists its keys.
+_filename_to_object_key, since no adapter of files lists its keys. checksums.py names those of L2's adapters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterList
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _filename_to_object_key
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
+from connectors.lmcache_mp.server.checksums import WatchedL2
 from connectors.lmcache_mp.server.deadline import refuse_late_transfers
 from connectors.lmcache_mp.server.lookup_log import LookupLog
+from connectors.lmcache_mp.server.parent import end_with_parent
 from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, NumberedChange, chunk_name
 from continuum_lmcache import __version__
 from continuum_lmcache.bounded_dict import BoundedDict
+from continuum_lmcache.config import parsed, refuse_unknown
 
 LMCACHE_VERSION = metadata.version("lmcache")
 SILENT_S = 30.0  # a scheduler that has asked nothing for so long has ended; each asks every 0.1 s
@@ -177,33 +180,40 @@ class DiskListener(L2AdapterListener):
         self._log.drop(True, keys)
 
 
-def stored_before(adapter: Any) -> list[ObjectKey] | None:
-    """What an L2 adapter (an L2AdapterDescriptor) held before this server stored anything; None: unknown,
-    or others may store there at any time."""
+def stored_before(adapter: Any) -> dict[ObjectKey, Path] | None:
+    """What an L2 adapter (an L2AdapterDescriptor) held before this server stored anything, oldest first;
+    None: unknown, or others may store there at any time."""
     if adapter.type_name not in OF_FILES or adapter.config.shared:
         return None
     try:
-        keys = [_filename_to_object_key(file.name) for file in Path(adapter.config.base_path).iterdir()]
+        files = sorted(Path(adapter.config.base_path).iterdir(), key=lambda file: file.stat().st_mtime)
     except OSError:
         return None
-    return [key for key in keys if key is not None]
+    named = {_filename_to_object_key(file.name): file for file in files}
+    return {key: file for key, file in named.items() if key is not None}
 
 
 class MpTierModule:
     """An LMCache engine module: the server calls its context, report_status and close."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, checks: bool = True) -> None:
+        """`checks`: what L2 reads from files by their checksums."""
         self.context = context
         storage = context.storage_manager
         self._log = TierChangeLog(context.layout_desc_registry)
         for manager in storage._l1_managers_by_id.values():
             manager.register_listener(DramListener(self._log))
-        storage.register_l2_listener(DiskListener(self._log))
         self._known_l2: set[int] = set()  # adapters of which the log has every chunk
-        for adapter, _ in storage.l2_adapters():
-            if (keys := stored_before(adapter)) is not None:
-                self._known_l2.add(adapter.index)
-                self._log.admit(True, keys)
+        self._l2: list[WatchedL2] = []
+        self._checks = checks
+        for about, adapter in storage.l2_adapters():
+            watched = self._watch(about, adapter)
+            if (before := stored_before(about)) is not None:
+                self._known_l2.add(about.index)
+                self._log.admit(True, watched.adopt(before))
+            watched.fit()
+        storage.register_l2_listener(DiskListener(self._log))
+        self._build, storage._build_l2_adapter = storage._build_l2_adapter, self.build_l2_adapter
         refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size, self._needs_l2)
         status = storage.report_status()
@@ -212,9 +222,6 @@ class MpTierModule:
         # as configured: with --l1-use-lazy, LMCache's default on a GPU, it grows to that after its start
         self._l1_bytes = sum(int(l1["memory_configured_bytes"]) for l1 in status["l1_managers"].values())
         self._spare_share = 1.0 - max(float(eviction["trigger_watermark"]) for eviction in evictions)
-        disks = status["l2_eviction_controller"]["adapters"]
-        spare = ((1.0 - disk["trigger_watermark"]) * max(0, disk["total_capacity_bytes"]) for disk in disks)
-        self._ssd_spare_bytes = round(sum(spare))
         self._asked_s: dict[str, float] = {}  # when each scheduler last asked
 
     def report_status(self) -> dict[str, Any]:
@@ -256,8 +263,21 @@ class MpTierModule:
                 continuum=__version__,
                 schedulers=max(1, len(self._asked_s)),
                 knows_all=knows_all,
+                damaged_chunks=sum(l2.damaged_chunks for l2 in self._l2),
+                failed_stores=sum(l2.failed_stores for l2 in self._l2),
             )
         return msgspec.msgpack.encode(reply)
+
+    def build_l2_adapter(self, config: Any) -> Any:
+        """StorageManager._build_l2_adapter: for one that is added while the server runs."""
+        index, adapter, about = self._build(config)
+        self._watch(about, adapter)
+        return index, adapter, about
+
+    def _watch(self, about: Any, adapter: Any) -> WatchedL2:
+        folder = Path(about.config.base_path) if about.type_name in OF_FILES else None
+        self._l2.append(WatchedL2(adapter, folder, self._checks))
+        return self._l2[-1]
 
     def _knows_all(self) -> bool:
         """Whether the log has every chunk of every tier."""
@@ -273,11 +293,18 @@ class MpTierModule:
         evicts, if every adapter has a size. Above its watermark LMCache evicts within a second."""
         storage = self.context.storage_manager
         spare_bytes = round(self._spare_share * self._l1_bytes)
-        disks = [adapter.get_usage().total_capacity_bytes for _, adapter in storage.l2_adapters()]
-        ssd_bytes = sum(disks) - self._ssd_spare_bytes if all(disks) else None
+        disks = [
+            adapter.get_usage().total_capacity_bytes
+            * (about.config.eviction_config.trigger_watermark if about.config.eviction_config else 1.0)
+            for about, adapter in storage.l2_adapters()
+        ]
+        ssd_bytes = round(sum(disks)) if all(disks) else None
         return self._l1_bytes - spare_bytes, spare_bytes, ssd_bytes
 
 
 def build_server_modules(build: Any) -> MpTierModule:
-    """The function that `--server-module` calls."""
-    return MpTierModule(build.server_context)
+    """The function that `--server-module` calls, with its `config`. Raises ConfigError."""
+    refuse_unknown(build.config, ("checksums",), "", "--server-module's config")
+    checks = parsed("checksums", build.config.get("checksums", True), "bool")
+    end_with_parent(build.mp_config.port)
+    return MpTierModule(build.server_context, checks)

@@ -27,9 +27,18 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.connector_names import (
+    AUTOSTART,
+    IN_PROCESS,
+    OURS,
+    OVER_LMCACHE,
+    OVER_NATIVE,
+    SERVER_ARGS,
+)
 from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import policy_named
+from continuum_lmcache.vllm_plugin.files import recording_path
 from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields, weight_updates
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -40,16 +49,6 @@ OLDEST = (0, 30)
 SUPPORTED = "continuum supports 0.30 to 0.33"
 CLOSE_TIMEOUT_S = 5
 TOOL_PARSER = ("tool_call_parser", "tool_parser_plugin")  # arguments of `vllm serve`
-AUTOSTART = "lmcache.mp.autostart"
-SERVER_ARGS = AUTOSTART + ".server_args"
-OVER_LMCACHE = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
-OVER_NATIVE = "ContinuumOffloadingConnector", "connectors.native.connector"
-IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
-OURS = {  # connectors that our subclasses replace: name and module
-    IN_PROCESS: OVER_LMCACHE,
-    "LMCacheMPConnector": OVER_LMCACHE,
-    "OffloadingConnector": OVER_NATIVE,
-}
 
 
 def install() -> None:
@@ -127,10 +126,10 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         if self.scheduling_policy != POLICY:
             return stock(self, *args, **kwargs)
-        refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
         self.scheduling_policy = "fcfs"
         is_command = TOOL_PARSER[0] in vars(self)
         try:
+            refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
             config = stock(self, *args, **kwargs)
             prepare_connector(config, is_command)
             adopt(config)
@@ -169,7 +168,10 @@ def adopt(config: VllmConfig) -> None:
         read_profile(Path(settings.profile))
     name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"
     config.scheduler_config.scheduler_cls = SCHEDULERS + name
-    writes_files = settings.tool_durations_file or settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR")
+    folder = settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
+    if folder:
+        recording_path(Path(folder))  # as above
+    writes_files = settings.tool_durations_file or folder
     transfer = config.kv_transfer_config
     has_server = transfer is not None and bool(transfer.kv_connector_extra_config.get(AUTOSTART))
     if config.shutdown_timeout == 0 and (writes_files or has_server):

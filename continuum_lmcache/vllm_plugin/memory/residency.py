@@ -19,7 +19,8 @@ class ResidencyLookup:
     """Queries the tier store, if there is one, and counts the sources of prompts' tokens."""
 
     def __init__(self, connector: Any) -> None:
-        self.times_loads = connector is None or isinstance(connector, TierStore)
+        self.has_tiers = isinstance(connector, TierStore)
+        self.times_loads = connector is None or self.has_tiers
         self.store = connector if isinstance(connector, TierStore) else TierStore()
         self.mode = "none" if connector is None else self.store.mode
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
