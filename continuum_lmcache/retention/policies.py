@@ -22,7 +22,7 @@ from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
 
-DIVERGES = 0.5  # of what was kept, repeated: below, a program's own prompts are the reason for its TTL
+DIVERGES = 0.25  # of what was kept: whose returns repeat less is not pinned
 Retain = Callable[[FinishedTurn, ToolDurations, CostModel, EngineLoad, ContinuumConfig], Retention]
 PARAMETERS = {"retain": "turn, gaps, costs, load, config", "order": "entry"}
 
@@ -63,9 +63,10 @@ def continuum(
     """
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
-    benefit_s = turn.repeated_share * (load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s)
+    repeats = turn.repeated_share if turn.repeated_share >= DIVERGES else 0.0
+    benefit_s = repeats * (load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s)
     ttl_s = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    reason = "diverges" if turn.repeated_share < DIVERGES else "cold-start" if cold else "cdf"
+    reason = "cold-start" if cold else "cdf" if repeats else "diverges"
     return retention_of(seen, ttl_s, benefit_s, reason, config, load.price)
 
 
