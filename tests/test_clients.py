@@ -108,12 +108,13 @@ def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench
     assert outcomes[PinEnd.REUSED] >= 1 and outcomes[PinEnd.DIVERGED] == outcomes[PinEnd.EXPIRED] == 0
 
 
-def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
-    """The use of the agents' ids."""
+def test_under_one_name_a_subagent_leaves_its_parent_its_pin(bench: Bench) -> None:
+    """Older versions of the client send no agents' ids: the prompts tell."""
     for turn in CLIENTS["Claude Code"].turns:
         session = Turn(turn.agent, turn.path, {**turn.headers, "x-claude-code-agent-id": ""}, turn.body)
         bench.turn(sent(session)["job_id"], tokens(turn))
-    assert bench.engine.pins.outcomes[PinEnd.DIVERGED] == 2, "where the subagent begins, and after it"
+    outcomes = bench.engine.pins.outcomes
+    assert outcomes[PinEnd.DIVERGED] == 0 and outcomes[PinEnd.REUSED] >= 1
 
 
 def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -> None:
