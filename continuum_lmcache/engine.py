@@ -234,8 +234,8 @@ class Engine:
         has_started = fields.turns > program.turns or (is_new and link is not None)
         # the turn before was aborted although it looked like an end, or its answer was lost
         is_repeat = link is not None and link.is_repeat(prompt.num_prompt_tokens)
-        finished_s = program.finished_s
-        has_started |= is_repeat and finished_s is not None and now_s - finished_s <= STANDING_KEPT_S
+        if is_repeat and program.stage is Stage.OVERDUE and program.finished_s is not None:
+            has_started |= now_s - program.finished_s <= STANDING_KEPT_S
         gap_s = self.programs.add_turn(now_s, new.id, program)
         elsewhere = max(fields.turns, ended.turns if ended is not None else 0)
         if elsewhere > program.turns:

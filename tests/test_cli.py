@@ -90,13 +90,6 @@ def engine(model: Path, **values: object) -> EngineArgs:
     return EngineArgs(model=str(model), scheduling_policy="continuum", dtype="bfloat16", **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls is given too"),
-        ({"enable_prefix_caching": False}, "prefix caching is off"),
-    ],
-)
 def test_a_directory_for_recordings_that_cannot_be_written_is_refused_before_engines_start(
     model: Path, settings: Callable[..., None]
 ) -> None:
@@ -112,6 +105,13 @@ def test_a_scheduler_given_by_hand_is_one_sentence_on_the_command_line(model: Pa
         args.create_engine_config()
 
 
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls is given too"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+    ],
+)
 def test_a_conflict_is_refused_at_the_start(model: Path, values: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"--scheduling-policy continuum: {reason}"):
         engine(model, **values).create_engine_config()
