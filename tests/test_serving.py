@@ -198,16 +198,17 @@ def took_a_pin(server: Server, before: float) -> None:
 
 WORDS = "the quick brown fox jumps over the lazy dog " * 10  # one full block
 MESSAGES = [{"role": "user", "content": WORDS}]
-IDENTITIES = {
-    "top-level": {"extra_body": {"job_id": "c1"}},
-    "vllm_xargs": {"extra_body": {"vllm_xargs": {"job_id": "c2"}}},
-    "session header": {"extra_headers": {"X-Session-ID": "c3"}},
+Identity = Callable[[str], dict[str, dict[str, Any]]]
+IDENTITIES: dict[str, Identity] = {
+    "top-level": lambda name: {"extra_body": {"job_id": f"c1-{name}"}},
+    "vllm_xargs": lambda name: {"extra_body": {"vllm_xargs": {"job_id": f"c2-{name}"}}},
+    "session header": lambda name: {"extra_headers": {"X-Session-ID": f"c3-{name}"}},
 }
 
 
 @pytest.mark.parametrize("identity", IDENTITIES.values(), ids=IDENTITIES.keys())
 def test_the_vendors_clients_name_their_program_on_every_endpoint(
-    continuum: Continuum, client: openai.OpenAI, identity: dict[str, dict[str, str]]
+    continuum: Continuum, client: openai.OpenAI, identity: Identity
 ) -> None:
     before = continuum.pins("taken")
     for number, _ in enumerate(on_every_endpoint(continuum, client, identity)):
@@ -216,18 +217,20 @@ def test_the_vendors_clients_name_their_program_on_every_endpoint(
 
 def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Continuum, client: openai.OpenAI) -> None:
     before = continuum.pins("taken")
-    last = {"extra_body": {"job_id": "c9", "is_last_step": True}}
-    assert len(list(on_every_endpoint(continuum, client, last))) == 4
+    turns = on_every_endpoint(
+        continuum, client, lambda name: {"extra_body": {"job_id": f"c9-{name}", "is_last_step": True}}
+    )
+    assert len(list(turns)) == 4
     assert continuum.pins("taken") == before
 
 
-def on_every_endpoint(continuum: Continuum, client: openai.OpenAI, more: Any) -> Iterator[Any]:
-    """A turn on each, by its vendor's client."""
+def on_every_endpoint(continuum: Continuum, client: openai.OpenAI, more: Identity) -> Iterator[Any]:
+    """A turn on each, by its vendor's client and with a name of its own: their prompts differ."""
     claude = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
-    yield client.completions.create(model="tiny", prompt=WORDS, max_tokens=4, **more)
-    yield client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, **more)
-    yield client.responses.create(model="tiny", input=WORDS, max_output_tokens=4, **more)
-    yield claude.messages.create(model="tiny", messages=MESSAGES, max_tokens=4, **more)
+    yield client.completions.create(model="tiny", prompt=WORDS, max_tokens=4, **more("completions"))
+    yield client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, **more("chat"))
+    yield client.responses.create(model="tiny", input=WORDS, max_output_tokens=4, **more("responses"))
+    yield claude.messages.create(model="tiny", messages=MESSAGES, max_tokens=4, **more("messages"))
 
 
 def test_a_streamed_turn_and_one_with_a_stop_string_are_pinned(
@@ -308,7 +311,7 @@ def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_
     text = HTTP.get(f"{continuum.url}/metrics").text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     listed = re.findall(r"^\| `(continuum_(?!fleet_)\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
-    assert len(listed) == 28
+    assert len(listed) == 30
     assert {name: types.get(name) for name, _ in listed} == dict(listed)
     assert set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)) >= OF_VLLM
     if promtool := shutil.which("promtool"):
