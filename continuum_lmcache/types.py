@@ -105,6 +105,7 @@ class Retention:
     samples: int = 0  # number of durations in the estimate
     level: str = ""  # which distribution was used: "tool", "all", "cold"
     reload_s: float = 0.0  # PrefillReload, if the GPU's copy is lost
+    asks_again: bool = False  # decide anew when the pin expires, and when memory becomes short
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,8 @@ class RetentionAdvisor:
             return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         if not self.features.evict_ended_programs:
             turn = replace(turn, repeated_share=1.0)  # as in the paper
-        is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
+        asks_again = self.is_priced(turn.context_tokens, reload_s)
+        is_idle = asks_again and not load.is_memory_short
         load = replace(
             load,
             queue_delay_s=self.queue_delay_s,
@@ -125,7 +126,8 @@ class RetentionAdvisor:
             price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps.of(turn.tenant), self.rates.costs, load, self.config)
-        return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
+        ttl_s = min(keep.ttl_s, self.config.max_ttl_s)
+        return replace(keep, ttl_s=ttl_s, reload_s=reload_s, asks_again=asks_again)
 
     def slowest(self, calls: Sequence[ToolKey]) -> ToolKey:
         """Of a turn's parallel calls the slowest by its mean gap, or by its name while none is known.

@@ -57,8 +57,7 @@ class PinRenewal:
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether the pin's worth depends on the memory now, and its program is away."""
-        is_priced = self.advisor.is_priced(pin.turn.context_tokens, pin.retention.reload_s)
-        return is_priced and self.pins.programs[pin.program].turn is None
+        return pin.retention.asks_again and self.pins.programs[pin.program].turn is None
 
     def _deadline_s(self, now_s: float, pin: Pin, load: EngineLoad) -> float:
         """As if the pin began now, for a program that has been away this long.
