@@ -1,6 +1,7 @@
 """The import rules, checked by tests.
 
-types, config, errors <- tools, reload <- programs <- admission, telemetry <- retention <- capacity, engine
+types, config, errors <- tools, reload, steps <- policy, programs <- admission, telemetry, retention
+    <- capacity, engine
 experiments -> connectors -> core <- vllm_plugin, console, report, recordings
 """
 
@@ -19,11 +20,13 @@ BASE = {"types", "config", "errors", "bounded_dict"}
 CORE = {  # a package of the core -> the others that it may import, beside BASE
     "tools": set(),
     "reload": set(),
+    "steps": set(),
+    "policy": {"tools", "reload", "steps"},
     "programs": {"tools"},
-    "admission": {"programs"},
+    "admission": {"programs", "policy"},
     "telemetry": {"programs"},
-    "retention": {"tools", "programs", "reload", "admission", "telemetry"},
-    "capacity": {"tools", "reload", "retention", "telemetry"},
+    "retention": {"tools", "programs", "reload"},
+    "capacity": {"tools", "reload", "policy", "telemetry"},
     "fleet": {"tools", "reload", "admission", "retention"},
 }
 CORE_FILES = sorted(
@@ -189,7 +192,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
 
 
 OF_VLLM = {"self._manager", "self._scheduler", "self.output_processor", "self.vllm_config"}
-VALUES = {"costs", "features"}  # frozen: no owner's
+VALUES = {"costs", "policy"}  # frozen: no owner's
 OF_CONTAINERS = {"add", "clear", "discard", "get", "items", "values"}
 
 

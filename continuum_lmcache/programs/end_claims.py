@@ -9,8 +9,6 @@ from continuum_lmcache.programs.program import Program
 from continuum_lmcache.types import ProgramId
 
 MAX_CLAIMS = 4096  # remembered ones
-LEAST_CLAIMS = 50  # the share of wrong claims is computed as if there were at least as many
-WRONG_SHARE = 0.02  # above it, claims evict nothing
 
 
 @dataclass(slots=True)
@@ -33,8 +31,6 @@ class EndClaims:
             self.wrong[ended.tenant] = self.wrong.get(ended.tenant, 0) + 1
         return ended
 
-    def is_trusted(self, tenant: str) -> bool:
-        """True while at most WRONG_SHARE of the reported ends were wrong. A wrong one evicts a context that
-        is needed again."""
-        claims, wrong = self.claims.get(tenant, 0), self.wrong.get(tenant, 0)
-        return wrong <= WRONG_SHARE * max(claims, LEAST_CLAIMS)
+    def counts(self, tenant: str) -> tuple[int, int]:
+        """The tenant's claims, and how many of them were wrong."""
+        return self.claims.get(tenant, 0), self.wrong.get(tenant, 0)

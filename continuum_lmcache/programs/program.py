@@ -59,7 +59,7 @@ class Program:
     tenant: str
     arrival_s: float
     seen_s: float
-    since_s: float  # when it got its place; its arrival where no program waits for one
+    placed_s: float  # when it got its place; its arrival where no program waits for one
     order_s: float  # its order among programs: when it came, or last came to wait for a place
     is_one_turn: bool = False  # a request without a program's name: it ends with its turn
     stage: Stage = Stage.IDLE

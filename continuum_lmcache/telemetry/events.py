@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from continuum_lmcache.programs.divergence import PrefixLoss
-from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
+from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, Start, ToolKey, TurnId
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,13 @@ class PrefixLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProgramAdmitted:
     """A program in line may start: its turn takes its place in the queue."""
 
     now_s: float
     program: ProgramId
     turn: TurnId
+    start: Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ Event = (
     | TurnFinished
     | PrefixLost
     | ProgramEnded
-    | Start
+    | ProgramAdmitted
     | PinTaken
     | PinRenewed
     | PinReleased

@@ -91,7 +91,7 @@ class EventRecorder:
                 self._add(event, "unpinned_time", outcome=event.why.value)
             case events.ProgramEnded():
                 self._add(event, "ended_time")
-            case events.Start() | events.EvictFirst():
+            case events.ProgramAdmitted() | events.EvictFirst():
                 pass  # a start shows in its turn's
             case _:
                 assert_never(event)

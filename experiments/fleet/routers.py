@@ -145,7 +145,7 @@ class Ours(Router):
         """From the figures that a replica has on Ray Serve. A slow replica does not report its speed."""
         programs = self._programs.setdefault(replica.index, ReplicaPrograms(most=100_000))
         engine = getattr(replica.scheduler, "_engine", None)
-        curve = UNMEASURED.prefill if engine is None else engine.advisor.rates.costs.prefill
+        curve = UNMEASURED.prefill if engine is None else engine.learned.rates.costs.prefill
         wait_s = programs.wait_s(now_s, curve, later_first=engine is not None)
         report = ReplicaReport(ReplicaId(str(replica.index)), now_s, replica.counted, wait_s, curve)
         self.fleet.on_report(now_s, report, programs.report(now_s))
