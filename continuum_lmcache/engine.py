@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.policy.interface import End, EngineState, Order
 from continuum_lmcache.policy.named import policy_of
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of, same_blocks
@@ -36,6 +37,7 @@ from continuum_lmcache.telemetry.events import (
     PrefixLost,
     ProgramAdmitted,
     ProgramEnded,
+    ProgramHeld,
     TurnArrived,
     TurnFinished,
     TurnPreempted,
@@ -46,9 +48,11 @@ from continuum_lmcache.types import (
     FinishedTurn,
     Pin,
     PinEnd,
+    Place,
     ProgramId,
     Residency,
     Retention,
+    Start,
     Tier,
     ToolKey,
     TurnId,
@@ -56,6 +60,7 @@ from continuum_lmcache.types import (
 
 REFRESH_S = 10.0
 MOST_STRANGERS = 2  # requests that begin otherwise than their program: a title's and a topic's
+BEHIND = Start(False, "behind")  # of programs that wait behind the first in line
 RETRY_S = 1.0  # equal requests that come sooner after each other are n answers, a list or a group
 
 
@@ -65,7 +70,7 @@ class NewTurn:
 
     id: TurnId
     fields: ProgramFields
-    tenant: str  # identity.tenant_of
+    namespace: str  # identity.namespace_of
     priority: int
     may_be_linked: bool  # a request without a name may be a turn of a program
 
@@ -142,7 +147,7 @@ class Engine:
 
         One that is no program's next turn counts as a program that ends with it, and needs no place.
         """
-        key = prompt_key(new.tenant, new.fields, prompt, self._hash_block_tokens)
+        key = prompt_key(new.namespace, new.fields, prompt, self._hash_block_tokens)
         twin = self.turns.get(self.turns.by_prompt.get(key, new.id))
         events: list[Event] = []
         if twin is not None and now_s - twin.arrival_s >= RETRY_S:
@@ -158,6 +163,11 @@ class Engine:
         self.turns.by_prompt[key] = new.id
         return events
 
+    @property
+    def unnamed_prompts(self) -> Mapping[str, int]:
+        """Prompts without a name: linked to a program's last turn, or first."""
+        return self._linker.unnamed
+
     def _program_of(self, new: NewTurn, prompt: HashedPrompt) -> tuple[ProgramId, ProgramLink | None] | None:
         """The program whose next turn the request is, and the turn that its prompt continues, if it is known.
 
@@ -169,7 +179,7 @@ class Engine:
         """
         fields, program, same = new.fields, None, 0
         if fields.job_id is not None:
-            name = program_id(fields.job_id, new.tenant)
+            name = program_id(fields.job_id, new.namespace)
             program = self.programs.records.get(name)
             if program is None:
                 return name, None
@@ -218,7 +228,7 @@ class Engine:
 
     def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> None:
         """The request counts as a program that ends with it, and needs no place."""
-        program = self.programs.add(now_s, self._new_id(new), new.tenant, now_s, one_turn=True)
+        program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
         self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
 
@@ -226,11 +236,11 @@ class Engine:
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
     ) -> TurnArrived:
         """The request is this program's next turn."""
-        fields, ended = new.fields, self.end_claims.withdraw(name)
+        fields, ended = new.fields, self.end_claims.withdraw(new.fields.owner, name)
         arrival_s = now_s - (fields.age_s if fields.turns else 0.0)  # its age counts with its turns only
         if (before := ended or link) is not None:
             arrival_s = before.arrival_s
-        program = self.programs.add(now_s, name, new.tenant, arrival_s, one_turn=False)
+        program = self.programs.add(now_s, name, fields.owner, arrival_s, one_turn=False)
         if program.counts_as_ended:
             self.learned.gaps.withdraw_lost(program.tool, program.tenant)
         self.programs.expect_again(program)
@@ -253,7 +263,7 @@ class Engine:
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:
             self.learned.gaps.observe(tool, gap_s, program.tenant)
-        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
+        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s)
 
     def _queue_or_line_up(
         self,
@@ -359,7 +369,7 @@ class Engine:
     ) -> list[Event]:
         """Ask the policy for how long the turn's KV stays, and whether its program keeps its place."""
         program, tokens, where = turn.program, end.context_tokens, call.residency
-        tool = self.learned.gaps.slowest(call.tools)
+        tool = self.learned.gaps.of(program.tenant).slowest(call.tools)
         state = self.state_of(tool, program.tenant, where, call.free_blocks)  # an older pin counts as memory
         keeps = self.admission.tier_keeps_waiting  # as it is before the turn counts
         ended = FinishedTurn(
@@ -382,7 +392,7 @@ class Engine:
             retention = replace(retention, ttl_s=0.0, reason="yields")
         events = self._unpin(now_s, program.id, PinEnd.SUPERSEDED)
         self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, place)
-        events.append(self._finished(now_s, turn, end, tool, retention))
+        events.append(self._finished(now_s, turn, end, tool, retention, place))
         if (pin := self.pins.take(now_s, ended, retention, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin))
         if self._evicts_first(End(False, 0, 0, state.lost_share)):  # after the pin, whose blocks do not go
@@ -445,7 +455,13 @@ class Engine:
         return self._finished(now_s, turn, end)
 
     def _finished(
-        self, now_s: float, turn: Turn, end: TurnEnd, tool: ToolKey = (), retention: Retention | None = None
+        self,
+        now_s: float,
+        turn: Turn,
+        end: TurnEnd,
+        tool: ToolKey = (),
+        retention: Retention | None = None,
+        place: Place | None = None,
     ) -> TurnFinished:
         return TurnFinished(
             now_s,
@@ -456,6 +472,7 @@ class Engine:
             output_tokens=end.output_tokens,
             is_last=turn.fields.is_last_step,
             retention=retention,
+            place=place,
             first_token_s=turn.first_token_s,
         )
 
@@ -496,26 +513,34 @@ class Engine:
             return []
         is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share
         asked = self.admission.admit(now_s, is_idle, 1.0 if step.is_queued else prompt_share)
-        return [
-            ProgramAdmitted(now_s, program.id, turn, start)
-            for program, start in asked
-            if start.may and (turn := program.turn) is not None
+        events: list[Event] = [
+            ProgramAdmitted(now_s, p.id, turn_of(p), start) for p, start in asked if start.may
         ]
+        if asked and not asked[-1][1].may:
+            first, start = asked[-1]
+            if first.held_for != start.reason:
+                first.held_for = start.reason
+                events.append(ProgramHeld(now_s, first.id, turn_of(first), start))
+            for program in self.admission.came:
+                if program.stage is Stage.IN_LINE and program is not first:
+                    program.held_for = BEHIND.reason
+                    events.append(ProgramHeld(now_s, program.id, turn_of(program), BEHIND, first.id))
+        self.admission.came.clear()
+        return events
 
     def is_refresh_due(self, now_s: float) -> bool:
         return now_s >= self._refresh_at_s
 
     def refresh(self, now_s: float, kv_tokens: int, tier_tokens: Mapping[Tier, int]) -> list[Event]:
         """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the GPU's cache and
-        the tiers.
+        the tiers, whose rates decide what counts as room.
 
         Of tiers that several engines share, each has the less, the more of them run.
         """
         self._refresh_at_s = now_s + REFRESH_S
-        self.kv_tokens, cheap_tokens = kv_tokens, self.admission.capacity.tier_tokens
-        if self.learned.survival.resize(tier_tokens):
-            cheap_tokens = self.learned.cheap_tier_tokens()
-        self.admission.capacity = KVCapacity(kv_tokens, cheap_tokens)
+        self.kv_tokens = kv_tokens
+        self.learned.survival.resize(tier_tokens)
+        self.admission.capacity = KVCapacity(kv_tokens, self.learned.cheap_tier_tokens())
         idle = self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned)
         return [self._drop(now_s, program) for program in idle]
 
@@ -542,3 +567,10 @@ class Engine:
         """Raise InvariantError unless the tables balance."""
         self.programs.check()
         self.pins.check()
+
+
+def turn_of(program: Program) -> TurnId:
+    """The live turn of a program in the line."""
+    if program.turn is None:
+        raise InvariantError(f"program {program.id!r} is {program.stage.value} and has no turn")
+    return program.turn

@@ -180,11 +180,11 @@ def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
 
 def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: Bench) -> None:
     turns = bench.engine.turns
-    assert not bench.engine.load(9).is_memory_short
+    assert not bench.engine.is_memory_short
     turns.refused_memory.add(SOMEBODY)
-    assert bench.engine.load(9).is_memory_short
+    assert bench.engine.is_memory_short
     turns.drop(SOMEBODY)
-    assert not bench.engine.load(9).is_memory_short
+    assert not bench.engine.is_memory_short
 
 
 def test_memory_is_short_while_a_program_waits_to_start(make: Any) -> None:
@@ -193,9 +193,9 @@ def test_memory_is_short_while_a_program_waits_to_start(make: Any) -> None:
         bench.send(f"p{i}", prompt(100, i), out=4)
     bench.step()
     assert bench.engine.admission.is_waited_for and not bench.engine.turns.refused_memory
-    assert bench.engine.load(9).is_memory_short
+    assert bench.engine.is_memory_short
     bench.run_until_idle(5000)
-    assert not bench.engine.load(9).is_memory_short
+    assert not bench.engine.is_memory_short
 
 
 def test_a_program_that_starts_at_once_takes_no_pin(make: Any) -> None:

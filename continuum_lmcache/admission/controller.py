@@ -46,13 +46,6 @@ class EndedInCall(NamedTuple):
     refill_s: float  # the time in which such contexts fill the GPU's cache again
 
 
-class Asked(NamedTuple):
-    """What the policy said of the first program in the line."""
-
-    program: Program
-    start: Start
-
-
 @dataclass(slots=True)
 class AdmissionController:
     """The line of programs that wait for a place: by priority, then tenants by turns, then by arrival."""
@@ -64,6 +57,7 @@ class AdmissionController:
     eta: Callable[[], float] = lambda: 0.0  # of eq. 2: near 1 if who began earlier is nearer the end
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
     last: Place = UNASKED  # the latest answer about a place
+    came: list[Program] = field(default_factory=list)  # into the line since the last step
     _turn_ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_TURNS))
     _calls: deque[EndedInCall] = field(default_factory=lambda: deque(maxlen=RATE_TURNS))
     _bound: tuple[float, float] = (-math.inf, 0.0)  # of waits: when it was computed, and its seconds
@@ -93,6 +87,7 @@ class AdmissionController:
                 self._bound = (now_s, self._line_s())
             program.line_since_s, program.starts_by_s = now_s, now_s + self._bound[1]
         self.programs.line_up(program, prompt_tokens, priority, hashes)
+        self.came.append(program)
         place = (priority, program.line_since_s, program.id)
         heapq.heappush(self._lines.setdefault(program.tenant, []), place)
         if not program.turns:
@@ -104,10 +99,10 @@ class AdmissionController:
         program.head = self.shared_prefixes.head(hashes)
         self.programs.move(program, program.stage)
 
-    def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[Asked]:
+    def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[tuple[Program, Start]]:
         """Asks for each program in line, first in line first, until one may not start. `idle`: the GPU has no
         other work. `prompt_share`: the share of the latest steps' time that prompts took."""
-        asked: list[Asked] = []
+        asked = list[tuple[Program, Start]]()
         while self.policy.may_start is not None and (program := self._next()) is not None:
             first = FirstInLine(
                 self._need_tokens(program),
@@ -116,7 +111,7 @@ class AdmissionController:
                 self._unnamed_tokens(program.line_since_s),
             )
             start = self.policy.may_start(first, self._room(idle, prompt_share))
-            asked.append(Asked(program, start))
+            asked.append((program, start))
             if not start.may:
                 break
             self._pop(program.tenant)

@@ -28,7 +28,7 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """How one of a policy's functions is called, and which answers are right."""
 
     takes: str
@@ -45,24 +45,24 @@ def is_order(answer: Any) -> bool:
 
 
 FUNCTIONS = {
-    "retain": Asked(
+    "retain": Question(
         "turn, state",
         "a Retention, ttl_s finite and >= 0",
         lambda a, *_: isinstance(a, Retention) and is_time(a.ttl_s),
     ),
-    "order": Asked("entry", "a tuple of numbers", lambda a, *_: is_order(a)),
-    "may_start": Asked("first, room", "a Start", lambda a, *_: isinstance(a, Start)),
-    "gives_up_place": Asked(
+    "order": Question("entry", "a tuple of numbers", lambda a, *_: is_order(a)),
+    "may_start": Question("first, room", "a Start", lambda a, *_: isinstance(a, Start)),
+    "gives_up_place": Question(
         "turn, state, places",
         "a Place, expected_s >= 0",
         lambda a, *_: isinstance(a, Place) and a.expected_s >= 0.0,
     ),
-    "chunk": Asked(
+    "chunk": Question(
         "step",
         "a Chunk, tokens above 0",
         lambda a, *_: isinstance(a, Chunk) and type(a.tokens) is int and a.tokens > 0,
     ),
-    "to_load": Asked(
+    "to_load": Question(
         "where, state",
         "a LoadChoice, tokens all that the tiers hold, DRAM's part or 0",
         lambda a, where, _: (
@@ -70,8 +70,8 @@ FUNCTIONS = {
             and a.tokens in (0, where.dram_tokens, where.dram_tokens + where.ssd_tokens)
         ),
     ),
-    "evicts_first": Asked("end", "an Eviction", lambda a, *_: isinstance(a, Eviction)),
-    "longest_wait_s": Asked("line", "a number of seconds >= 0", lambda a, *_: is_time(a)),
+    "evicts_first": Question("end", "an Eviction", lambda a, *_: isinstance(a, Eviction)),
+    "longest_wait_s": Question("line", "a number of seconds >= 0", lambda a, *_: is_time(a)),
 }
 
 

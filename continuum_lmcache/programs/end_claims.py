@@ -4,33 +4,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from continuum_lmcache.bounded_dict import BoundedDict
+from continuum_lmcache.bounded_dict import BoundedDict, FrequentDict
 from continuum_lmcache.programs.program import Program
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_TENANTS, ProgramId
 
-MAX_CLAIMS = 4096  # remembered ones
+MAX_ENDED = 1024  # remembered programs of a tenant
 
 
 @dataclass(slots=True)
-class EndClaims:
-    """Programs whose clients reported their end, and how many of them returned."""
+class TenantClaims:
+    """One tenant's claims of ends."""
 
-    claims: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))  # by tenant
-    wrong: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
-    ended: BoundedDict[ProgramId, Program] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
+    claims: int = 0
+    wrong: int = 0
+    ended: BoundedDict[ProgramId, Program] = field(default_factory=lambda: BoundedDict(MAX_ENDED))
+
+
+class EndClaims(FrequentDict[str, TenantClaims]):
+    """By tenant: the programs whose clients reported their end, and how many of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_TENANTS, TenantClaims)
 
     def claim(self, program: Program) -> None:
         """A client reports the program's end; its record was dropped."""
-        self.claims[program.tenant] = self.claims.get(program.tenant, 0) + 1
-        self.ended[program.id] = program
+        of = self.count(program.tenant)
+        of.claims += 1
+        of.ended[program.id] = program
 
-    def withdraw(self, program: ProgramId) -> Program | None:
+    def withdraw(self, tenant: str, program: ProgramId) -> Program | None:
         """A turn of the program arrives, so a claim of its end was wrong. Returns its record; None: none."""
-        ended = self.ended.pop(program, None)
-        if ended is not None:
-            self.wrong[ended.tenant] = self.wrong.get(ended.tenant, 0) + 1
+        of = self.get(tenant)
+        ended = of.ended.pop(program, None) if of is not None else None
+        if of is not None and ended is not None:
+            of.wrong += 1
         return ended
 
     def counts(self, tenant: str) -> tuple[int, int]:
         """The tenant's claims, and how many of them were wrong."""
-        return self.claims.get(tenant, 0), self.wrong.get(tenant, 0)
+        of = self.get(tenant)
+        return (0, 0) if of is None else (of.claims, of.wrong)

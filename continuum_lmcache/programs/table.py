@@ -106,6 +106,7 @@ class ProgramTable:
     ) -> None:
         """The turn waits until its program may start."""
         program.priority, program.prompt_hashes, program.left = priority, hashes, None
+        program.held_for = ""
         program.context_tokens = prompt_tokens
         self.move(program, Stage.IN_LINE)
 
