@@ -230,7 +230,11 @@ class ContinuumMixin(Scheduler):
         if now_s < self._report_at_s and (self.running or super().has_requests()):
             return stats
         self._report_at_s = now_s + REPORT_EVERY_S
-        return prometheus.attach(stats, self._metrics_delta.delta())
+        figures = self._metrics_delta.delta()
+        if self._parts.from_rust:  # nobody would read them on the way
+            prometheus.observe(figures, self.parallel_config.data_parallel_index)
+            return stats
+        return prometheus.attach(stats, figures)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """vLLM's, without pins. With `reset_running_requests` turns that wait with loaded KV lose it, beside
