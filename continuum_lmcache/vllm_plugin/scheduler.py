@@ -30,12 +30,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
-from continuum_lmcache.types import TurnId
+from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, program_release, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
+from continuum_lmcache.vllm_plugin.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
 
@@ -52,6 +52,7 @@ class ContinuumMixin(Scheduler):
         super().__init__(*args, **kwargs)
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
+        program_release.install()
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
@@ -260,6 +261,11 @@ class ContinuumMixin(Scheduler):
         self._blocks.forget_all()
         if self.reset_connector_cache() is False:
             raise RuntimeError("the KV connector kept its cache, so the weights may not change")
+
+    def on_release(self, program: str) -> None:
+        """A client says that its program has ended."""
+        self._report_due |= bool(self._pins.pinned)
+        self._events.released(self.clock(), ProgramId(program))
 
     def _forget_loaded(self) -> None:
         """Have turns compute what a load has brought, or will, if they have not run since."""

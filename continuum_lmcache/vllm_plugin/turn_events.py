@@ -136,6 +136,10 @@ class TurnEvents:
         """A request got blocks of these programs' pins."""
         self.carry_out(self._engine.release_pins(now_s, programs, PinEnd.RECLAIMED))
 
+    def released(self, now_s: float, program: ProgramId) -> None:
+        """The client of this program will send no more turns."""
+        self.carry_out(self._engine.program_released(now_s, program))
+
     def release_all_pins(self, now_s: float) -> None:
         """Before a cache reset, sleep or shutdown."""
         self.carry_out(self._engine.release_pins(now_s, list(self._pins.pinned), PinEnd.RESET))

@@ -48,6 +48,10 @@ from continuum_lmcache.vllm_plugin.hooks import (
 
 logger = init_logger("vllm.continuum_lmcache")
 POLICY = "continuum"
+HELP = (
+    "\n\n- \"continuum\" is fcfs by agents' programs: a turn's KV stays on the GPU while its tool runs, if "
+    "that pays (continuum-lmcache)."
+)
 SCHEDULERS = "continuum_lmcache.vllm_plugin.scheduler."
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
 OLDEST = (0, 30)
@@ -83,6 +87,7 @@ def with_continuum(stock: Callable[..., Any]) -> Callable[..., Any]:
         for action in parser._actions:
             if action.dest == "scheduling_policy" and POLICY not in (action.choices or (POLICY,)):
                 action.choices = [*action.choices, POLICY]
+                action.help = f"{action.help or ''}{HELP}"
             if action.dest == "kv_transfer_config":
                 action.type = text_or_file(action.type)
         return parser

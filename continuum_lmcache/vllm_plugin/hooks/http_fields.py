@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 
 from continuum_lmcache.programs.session_fields import HEADERS
-from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, program_release, wrapping
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
 response_headers: ContextVar[dict[str, str] | None] = ContextVar("continuum_response_headers", default=None)
@@ -37,6 +37,8 @@ def install() -> None:
             headers.set({name: sent[name].strip() for name in HEADERS if name in sent})
             if any(each.cls is AuthenticationMiddleware for each in self.user_middleware):
                 api_keys.owner.set(api_keys.owner_of(sent.get("authorization", "")))
+        if program_release.is_asked(self, scope):
+            return await program_release.answer(self, scope, receive, send)
         if scope["type"] != "http":
             return await stock(self, scope, receive, send)
         added: dict[str, str] = {}
