@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -261,6 +262,11 @@ class ContinuumMixin(Scheduler):
         self._blocks.forget_all()
         if self.reset_connector_cache() is False:
             raise RuntimeError("the KV connector kept its cache, so the weights may not change")
+
+    def on_adapter(self, lora_request: LoRARequest) -> None:
+        """vLLM loads an adapter now."""
+        if (note := getattr(self.connector, "on_adapter", None)) is not None:
+            note(lora_request)
 
     def on_release(self, program: str) -> None:
         """A client says that its program has ended."""

@@ -47,6 +47,7 @@ async def answer(app: Any, scope: Any, receive: Any, send: Any) -> None:
         found, salt = None, None
     if found is not None:
         program = program_id(found, tenant_of(salt, api_keys.owner.get()))
-        await app.state.engine_client.engine_core.call_utility_async(METHOD, program)
+        engine_client = app.state.engine_client
+        await engine_client.engine_core.call_utility_async(METHOD, program)
         response = JSONResponse({"program_id": found, "released": True})
     await response(scope, receive, send)
