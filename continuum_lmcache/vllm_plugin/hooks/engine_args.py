@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,18 @@ def adopt(config: VllmConfig) -> ContinuumConfig:
     if config.shutdown_timeout == 0 and (writes_files or has_server):
         # at 0 vLLM kills the engine before it can write, and LMCache's server before it frees its memory
         config.shutdown_timeout = CLOSE_TIMEOUT_S
-    request_fields.install()
-    prometheus.install()
-    prometheus.observe({"policy_info": {settings.policy: 1.0}}, engine=0)  # before the first request
-    data_parallel.install(SCHEDULERS)
-    weight_updates.install_in_api_server()
     check_version(version("vllm"))
+    try:
+        request_fields.install()
+        prometheus.install()
+        data_parallel.install(SCHEDULERS)
+        weight_updates.install_in_api_server()
+        import_module(SCHEDULERS.rstrip("."))
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"--scheduling-policy {POLICY}: vLLM {version('vllm')}: {error}; {SUPPORTED}"
+        ) from error
+    prometheus.observe({"policy_info": {settings.policy: 1.0}}, engine=0)  # before the first request
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
     return settings
 
