@@ -38,7 +38,9 @@ class AdmissionRig:
         self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt or turns > 0)
         return program.stage is Stage.ACTIVE
 
-    def add_request(self, name: ProgramId, prompt_tokens: int, now_s: float = 0.0, runs: bool = True) -> None:
+    def add_request(
+        self, name: ProgramId, prompt_tokens: int, now_s: float = 0.0, runs: bool = True
+    ) -> None:
         """A request without a program. It runs, or is in vLLM's queue."""
         program = self._arrived(now_s, name, one_turn=True)
         self.admission.on_arrival(now_s, program, prompt_tokens, exempt=True)
