@@ -16,8 +16,6 @@ from continuum_lmcache.errors import ServerError
 
 TIMEOUT_S = 10.0
 POLICY = "continuum_policy_info"
-
-
 Sample = tuple[str, Mapping[str, str], float]
 
 
@@ -55,15 +53,15 @@ def scrape(url: str, replica: int | None = None, metrics_port: int = 0) -> Metri
     (docs/ray.md). vLLM's HTTP server in Rust has none of our metrics: its engines' are added, which begin at
     `metrics_port`. Raises ServerError."""
     path = "/metrics" if replica is None else f"/metrics?replica={replica}"
-    page = page_of(answer(url + path), url)
+    key = os.environ.get("VLLM_API_KEY", "")
+    page = page_of(answer(url + path, key), url)
     if replica is None and not page.values(POLICY) and is_in_rust(url):
         return MetricsPage((*page.samples, *of_engines(url, metrics_port)))
     return page
 
 
-def answer(address: str) -> str:
-    """What is served there. Raises ServerError."""
-    key = os.environ.get("VLLM_API_KEY")
+def answer(address: str, key: str = "") -> str:
+    """What is served there to an API key; "": without one. Raises ServerError."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(address, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
