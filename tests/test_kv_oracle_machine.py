@@ -39,7 +39,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from connectors.kv_names import WeightsVersion
+from connectors.kv_names import AdapterNames, WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector as OurConnector
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.scheduler import (
@@ -379,6 +379,7 @@ def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
 
 MENDS = {
     "the tiers' names": lambda patched: patched.setattr(WeightsVersion, "renew", lambda _: None),
+    "the adapters' names": lambda patched: patched.setattr(AdapterNames, "of", lambda *_: b""),
     "the GPU's cache": lambda patched: patched.setattr(GpuBlocks, "forget_all", lambda _: None),
     "stores of two weights": lambda patched: patched.setattr(OurConnector, "_is_pure", lambda *_: True),
     "the watch of calls": lambda patched: patched.setattr(ContinuumMixin, "on_new_weights", lambda *_: None),
@@ -389,7 +390,7 @@ MENDS = {
 
 
 @pytest.mark.parametrize("mend", MENDS)
-def test_the_machine_finds_kv_of_other_weights_where_a_mend_is_taken_out(
+def test_the_machine_finds_kv_of_other_weights_or_adapters_where_a_mend_is_taken_out(
     mend: str, model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)

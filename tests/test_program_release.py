@@ -49,7 +49,7 @@ def test_a_released_program_that_comes_back_is_served_and_the_claim_counts_as_wr
     tokens = bench.turn("p", prompt(64))
     bench.scheduler.on_release("p")
     bench.turn("p", [*tokens, 5])
-    assert sum(bench.engine.end_claims.wrong.values()) == 1 and "p" in bench.engine.programs.records
+    assert bench.engine.end_claims[""].wrong == 1 and "p" in bench.engine.programs.records
 
 
 def post(body: Any, key: str = "", keys: tuple[str, ...] = ()) -> tuple[httpx.Response, list[Any]]:
@@ -79,7 +79,9 @@ def test_the_api_server_tells_the_engine_the_programs_name() -> None:
 def test_a_key_ends_its_own_programs_alone() -> None:
     _, [(_, ann)] = post({"program_id": "p"}, "key-of-ann", ("key-of-ann", "key-of-bob"))
     _, [(_, bob)] = post({"program_id": "p"}, "key-of-bob", ("key-of-ann", "key-of-bob"))
-    assert ann == program_id("p", f"{api_keys.owner_of('Bearer key-of-ann')}/") != bob
+    _, [(_, nobody)] = post({"program_id": "p"}, "another", ("key-of-ann", "key-of-bob"))
+    assert nobody not in (ann, bob)
+    assert ann == program_id("p", f"{api_keys.owner_of('Bearer key-of-ann', ['key-of-ann'])}/") != bob
 
 
 @pytest.mark.parametrize("body", [{}, {"program_id": ""}, {"program_id": ["p"]}, [], "p", None])

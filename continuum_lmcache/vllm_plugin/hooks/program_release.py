@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.identity import name, program_id, tenant_of
+from continuum_lmcache.programs.identity import name, namespace_of, program_id
 from continuum_lmcache.vllm_plugin.hooks import api_keys
 
 PATH = "/programs/release"
@@ -46,7 +46,7 @@ async def answer(app: Any, scope: Any, receive: Any, send: Any) -> None:
     except (AttributeError, RequestError, ValueError):
         found, salt = None, None
     if found is not None:
-        program = program_id(found, tenant_of(salt, api_keys.owner.get()))
+        program = program_id(found, namespace_of(salt, api_keys.owner.get()))
         engine_client = app.state.engine_client
         await engine_client.engine_core.call_utility_async(METHOD, program)
         response = JSONResponse({"program_id": found, "released": True})
