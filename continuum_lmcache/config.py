@@ -43,7 +43,7 @@ class ContinuumConfig:
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
-    metrics_port: int = 0  # of our metrics behind the HTTP server in Rust; 0: METRICS_PORT_OFFSET above its
+    metrics_port: int = 0  # of our metrics behind a HTTP server in Rust; 0: 10,000 above its own (clients.md)
     record_ids: bool = False  # recordings have the clients' ids of programs and turns in place of hashes
 
     def __post_init__(self) -> None:
