@@ -20,7 +20,7 @@ from continuum_lmcache.policy import continuum
 from continuum_lmcache.steps.prefill_share import PrefillShare
 from continuum_lmcache.steps.step_times import StepTimes
 from continuum_lmcache.types import ProgramId, Tier, TurnId
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
 
