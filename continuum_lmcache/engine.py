@@ -8,6 +8,7 @@ vllm_plugin/scheduler.py passes values and carries the decisions out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -369,7 +370,8 @@ class Engine:
     ) -> list[Event]:
         """Ask the policy for how long the turn's KV stays, and whether its program keeps its place."""
         program, tokens, where = turn.program, end.context_tokens, call.residency
-        tool = self.learned.gaps.of(program.tenant).slowest(call.tools)
+        one, gaps = len(call.tools) == 1, self.learned.gaps
+        tool = call.tools[0] if one else gaps.of(program.tenant).slowest(call.tools)
         state = self.state_of(tool, program.tenant, where, call.free_blocks)  # an older pin counts as memory
         keeps = self.admission.tier_keeps_waiting  # as it is before the turn counts
         ended = FinishedTurn(
@@ -395,7 +397,8 @@ class Engine:
         events.append(self._finished(now_s, turn, end, tool, retention, place))
         if (pin := self.pins.take(now_s, ended, retention, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin))
-        if self._evicts_first(End(False, 0, 0, state.lost_share)):  # after the pin, whose blocks do not go
+        evicts = self.policy.evicts_first  # after the pin: its blocks do not go first
+        if evicts is not None and evicts(End(False, 0, 0, state.lost_share)).is_first:
             events.append(self._evict_first(now_s, turn, prompt))
         program.linkable = self._note_linkable(turn, prompt) if turn.may_be_linked else None
         return events
@@ -408,7 +411,8 @@ class Engine:
         program.turns += 1
         events.append(self._drop(now_s, program))
         self.end_claims.claim(program)
-        if self._evicts_first(End(True, *self.end_claims.counts(program.tenant), 0.0)):
+        evicts, counts = self.policy.evicts_first, self.end_claims.counts(program.tenant)
+        if evicts is not None and evicts(End(True, *counts, 0.0)).is_first:
             events.append(self._evict_first(now_s, turn, prompt))
         return events
 
@@ -416,7 +420,7 @@ class Engine:
         """What is known about a turn that has ended in a call of the tool."""
         learned = self.learned
         gaps, costs = learned.gaps.of(tenant), learned.rates.costs
-        lost_share = gaps.lost_share(tool)
+        lost_share = gaps.longer_share(tool, math.inf)
         return EngineState(
             self.config,
             costs,
@@ -444,9 +448,6 @@ class Engine:
         turn = pin.turn
         state = self.state_of(turn.tool, turn.tenant, turn.residency, self._free_blocks())
         return self._retain(turn, replace(state, away_s=away_s, is_overdue=is_overdue))
-
-    def _evicts_first(self, end: End) -> bool:
-        return self.policy.evicts_first is not None and self.policy.evicts_first(end).is_first
 
     def program_released(self, now_s: float, name: ProgramId) -> list[Event]:
         """Its client says that it has ended. A turn that it still has is its last."""
@@ -574,7 +575,7 @@ class Engine:
     @property
     def is_memory_short(self) -> bool:
         """Whether a turn was refused its blocks, or a program waits for a place."""
-        return bool(self.turns.refused_memory) or self.admission.is_waited_for
+        return bool(self.turns.refused_memory) or self.programs.in_stage[Stage.IN_LINE] > 0
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""

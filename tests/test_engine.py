@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -183,12 +184,12 @@ def test_a_program_is_overdue_after_its_call_and_active_again_once_it_is_back() 
     rig.now_s += 1000
     rig.tick()
     assert program.stage is Stage.OVERDUE and program.counts_as_ended
-    assert rig.engine.learned.gaps.lost_share(("bash",)) > 0.0
+    assert rig.engine.learned.gaps.longer_share(("bash",), math.inf) > 0.0
     rig.arrive("p", prompt(80))
     assert program.stage is Stage.IN_LINE
     rig.tick()
     assert program.stage is Stage.ACTIVE and not program.counts_as_ended
-    assert rig.engine.learned.gaps.lost_share(("bash",)) == 0.0
+    assert rig.engine.learned.gaps.longer_share(("bash",), math.inf) == 0.0
 
 
 def test_no_table_but_the_programs_own_holds_a_fact_of_a_program() -> None:

@@ -212,8 +212,8 @@ def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(make: Any
     assert not returns_late(("pytest",), state())
     assert not evicts_first(End(False, 0, 0, state().lost_share)).is_first
     assert gaps.of(tenant).distribution(("pytest",)).mean_s < 4
-    assert gaps.of("liar").lost_share(("pytest",)) == pytest.approx(0.5, abs=0.01)
-    assert gaps.of("new").lost_share(("pytest",)) == 0.0, "others tell nothing against a new one"
+    assert gaps.of("liar").longer_share(("pytest",), math.inf) == pytest.approx(0.5, abs=0.01)
+    assert gaps.of("new").longer_share(("pytest",), math.inf) == 0.0, "others tell nothing against a new one"
 
 
 def agent(name: str, arrival_s: float, source: str) -> Program:

@@ -43,7 +43,7 @@ def learned(tool=MAKE):
 
 def decide(policy, turn, gaps=None, state=SHORT, costs=A_SECOND_A_TOKEN, **settings):
     config, gaps = ContinuumConfig(policy=policy, **settings), gaps or ToolDurations()
-    lost_share, reload_s = gaps.lost_share(turn.tool), costs.reload_s(turn.residency)
+    lost_share, reload_s = gaps.longer_share(turn.tool, math.inf), costs.reload_s(turn.residency)
     state = replace(state, config=config, costs=costs, gaps=gaps, lost_share=lost_share, reload_s=reload_s)
     return policy_named(setting(policy)).retain(turn, state)
 

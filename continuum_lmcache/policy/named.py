@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,46 +33,43 @@ class Question(NamedTuple):
     """How one of a policy's functions is called, and which answers are right."""
 
     takes: str
+    kind: type | tuple[type, ...]
     answer: str
-    is_right: Callable[..., bool]  # of the answer, and of what was asked
+    is_right: Callable[..., bool] = lambda *_: True  # of an answer of that kind, and of what was asked
 
 
-def is_time(value: Any) -> bool:
-    return isinstance(value, int | float) and 0.0 <= value < math.inf
+def is_time(value: Any, most_s: float = math.inf) -> bool:
+    return isinstance(value, int | float) and 0.0 <= value <= most_s
 
 
-def is_order(answer: Any) -> bool:
-    return isinstance(answer, tuple) and all(isinstance(n, int | float) and n == n for n in answer)
+def is_order(answer: Any, *_: Any) -> bool:
+    return all(isinstance(n, int | float) and n == n for n in answer)
 
 
+LONGEST_S = sys.float_info.max
 FUNCTIONS = {
     "retain": Question(
         "turn, state",
+        Retention,
         "a Retention, ttl_s finite and >= 0",
-        lambda a, *_: isinstance(a, Retention) and is_time(a.ttl_s),
+        lambda a, *_: is_time(a.ttl_s, LONGEST_S),
     ),
-    "order": Question("entry", "a tuple of numbers", lambda a, *_: is_order(a)),
-    "may_start": Question("first, room", "a Start", lambda a, *_: isinstance(a, Start)),
+    "order": Question("entry", tuple, "a tuple of numbers", is_order),
+    "may_start": Question("first, room", Start, "a Start"),
     "gives_up_place": Question(
-        "turn, state, places",
-        "a Place, expected_s >= 0",
-        lambda a, *_: isinstance(a, Place) and a.expected_s >= 0.0,
+        "turn, state, places", Place, "a Place, expected_s >= 0", lambda a, *_: is_time(a.expected_s)
     ),
     "chunk": Question(
-        "step",
-        "a Chunk, tokens above 0",
-        lambda a, *_: isinstance(a, Chunk) and type(a.tokens) is int and a.tokens > 0,
+        "step", Chunk, "a Chunk, tokens above 0", lambda a, *_: type(a.tokens) is int and a.tokens > 0
     ),
     "to_load": Question(
         "where, state",
+        LoadChoice,
         "a LoadChoice, tokens all that the tiers hold, DRAM's part or 0",
-        lambda a, where, _: (
-            isinstance(a, LoadChoice)
-            and a.tokens in (0, where.dram_tokens, where.dram_tokens + where.ssd_tokens)
-        ),
+        lambda a, where, _: a.tokens in (0, where.dram_tokens, where.dram_tokens + where.ssd_tokens),
     ),
-    "evicts_first": Question("end", "an Eviction", lambda a, *_: isinstance(a, Eviction)),
-    "longest_wait_s": Question("line", "a number of seconds >= 0", lambda a, *_: is_time(a)),
+    "evicts_first": Question("end", Eviction, "an Eviction"),
+    "longest_wait_s": Question("line", (int, float), "a number of seconds >= 0", lambda a, *_: is_time(a)),
 }
 
 
@@ -99,14 +97,9 @@ def policy_named(name: str) -> Policy:
     if not isinstance(found, Policy):
         raise ConfigError(f"continuum.policy is {name!r}, a {type(found).__name__}; it must be a Policy")
     functions = {field: getattr(found, field) for field in FUNCTIONS}
-    return replace(
-        found,
-        **{
-            field: checked(name, field, function)
-            for field, function in functions.items()
-            if function is not None or field in ("retain", "order")
-        },
-    )
+    needed = ("retain", "order")
+    made = {n: checked(name, n, f) for n, f in functions.items() if f is not None or n in needed}
+    return replace(found, **made)
 
 
 def checked(name: str, field: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +114,7 @@ def checked(name: str, field: str, function: Callable[..., Any]) -> Callable[...
 
     def answer(*values: Any) -> Any:
         found = function(*values)
-        if not asked.is_right(found, *values):
+        if not (isinstance(found, asked.kind) and asked.is_right(found, *values)):
             raise ConfigError(
                 f"continuum.policy {name!r}: {field} answered {found!r}; it must be {asked.answer}"
             )

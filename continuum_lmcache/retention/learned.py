@@ -26,6 +26,7 @@ class Learned:
     ) -> None:
         self.gaps = gaps if gaps is not None else ToolDurations()
         self._delays_s: deque[float] = deque(maxlen=QUEUE_WINDOW)
+        self.queue_delay_s = 0.0  # T of eq. 2: the mean of these; 0 before the first (the paper's start)
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
         self._room: frozenset[Tier] = frozenset()  # the tiers that count as room
@@ -34,11 +35,7 @@ class Learned:
         """A turn whose program's KV had been evicted left the waiting queue: it came back without a pin, and
         had to reload or recompute something. Other turns lost nothing and do not count in T."""
         self._delays_s.append(delay_s)
-
-    @property
-    def queue_delay_s(self) -> float:
-        """T of eq. 2: mean delay of the last evicted turns; 0 before the first (the paper's start)."""
-        return sum(self._delays_s) / len(self._delays_s) if self._delays_s else 0.0
+        self.queue_delay_s = sum(self._delays_s) / len(self._delays_s)
 
     def cheap_tier_tokens(self) -> int:
         """How many tokens the largest tier can hold from which a load takes less time than computing, by the

@@ -131,12 +131,9 @@ class ToolDurations:
                 return window.distribution(f"tool:{len(key)}" if key else "all")
         return every.distribution("all")
 
-    def lost_share(self, tool: ToolKey) -> float:
-        """The share of gaps of `tool` that never end, 0 to 1; 0 before the first observation."""
-        return self.longer_share(tool, math.inf)
-
     def longer_share(self, tool: ToolKey, gap_s: float) -> float:
-        """The share of gaps of `tool` that last `gap_s` or longer, those that never end included; 0 to 1.
+        """The share of gaps of `tool` that last `gap_s` or longer, 0 to 1: if it is infinite, that never end.
+        0 before the first observation.
 
         Each level's share counts as PRIOR_SAMPLES observations of the level below it: a few calls tell a
         tool that ends programs from one that does not, long before they tell how long it takes.
