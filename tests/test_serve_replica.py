@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
-from continuum_lmcache.serve.names import TurnName, hidden
+from continuum_lmcache.serve.names import TurnHeader, hidden
 from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica, TurnPrompt, with_progress
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
@@ -82,7 +82,7 @@ async def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a
 def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
     programs = ReplicaPrograms(10)
     for number, request_id in enumerate(("resp_0a1b", "resp_0a1c_1", "cmpl-0a1d")):
-        prompt = TurnPrompt(programs, KEY, TurnId(f"t{number}"), TurnName(f"p{number}", turns=number))
+        prompt = TurnPrompt(programs, KEY, TurnId(f"t{number}"), TurnHeader(f"p{number}", turns=number))
         prompt.on_start(SimpleNamespace(extra_args=None), 90, request_id)
     found = {known.program: known.turns for known in programs.report(0.0, is_complete=True)}
     answers = {hidden("resp_0a1b", KEY): 0, hidden("resp_0a1c", KEY): 1}
@@ -91,7 +91,7 @@ def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
 
 def test_prompts_are_counted_by_the_reason_for_their_replica() -> None:
     before = REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) or 0.0
-    prompt = TurnPrompt(ReplicaPrograms(10), KEY, TurnId("t"), TurnName("p", why="moved"))
+    prompt = TurnPrompt(ReplicaPrograms(10), KEY, TurnId("t"), TurnHeader("p", why="moved"))
     prompt.on_start(SimpleNamespace(extra_args=None), 90, "cmpl-1")
     assert REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) == before + 1
 
@@ -99,7 +99,7 @@ def test_prompts_are_counted_by_the_reason_for_their_replica() -> None:
 def test_the_engine_takes_the_fields_of_a_program_that_is_very_old() -> None:
     sent = {"job_id": "p", "continuum_owner": "o", "program_turns": 3}
     for turns, age_s in ((9, 60.4), (9, 2 * MOST_AGE_S), (2 * MOST_TURNS, 60.0)):
-        fields = parse(with_progress(sent, TurnName("p", turns=turns, age_s=age_s)) or {})
+        fields = parse(with_progress(sent, TurnHeader("p", turns=turns, age_s=age_s)) or {})
         assert (fields.job_id, fields.owner) == ("p", "o")
         assert (fields.turns, fields.age_s) == (min(turns, MOST_TURNS), min(round(age_s), MOST_AGE_S))
 

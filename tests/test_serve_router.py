@@ -21,7 +21,7 @@ from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NA
 from ray.serve.request_router import PendingRequest
 
 from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
-from continuum_lmcache.serve.names import ApiKeys, TurnName
+from continuum_lmcache.serve.names import ApiKeys, TurnHeader
 from continuum_lmcache.serve.router import ProgramRouter
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +85,7 @@ def router(its_state: Any, *names: str, key: bytes = b"key") -> ProgramRouter:
 
 
 def turn(number: int = 1, **named: Any) -> PendingRequest:
-    about = RequestMetadata(f"r{number}", f"t{number}", session_id=str(TurnName(**named)))
+    about = RequestMetadata(f"r{number}", f"t{number}", session_id=str(TurnHeader(**named)))
     return PendingRequest(args=[], kwargs={}, metadata=about)
 
 
@@ -98,7 +98,7 @@ async def test_a_turn_goes_where_the_state_sends_it_with_its_programs_turns_and_
     made = router(state(goes_to("b", program_turns=3, program_age_s=7.5)), "a", "b")
     pending = turn(program="p")
     assert await sent(made, pending) == "b"
-    told = TurnName.parse(pending.metadata.session_id)
+    told = TurnHeader.parse(pending.metadata.session_id)
     assert (told.turns, told.age_s, told.why) == (3, 7.5, "home")
 
 
@@ -109,7 +109,7 @@ async def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name()
         made = router(state(goes_to("a")), "a", key=key)
         pending = turn(program="run-42@hash-of-a-credential")
         await sent(made, pending)
-        at_the_replica = TurnName.parse(pending.metadata.session_id).program
+        at_the_replica = TurnHeader.parse(pending.metadata.session_id).program
         await sent(made, pending, is_retry=True)
         return (*(named.program for named, *_ in made._state.place_turn.calls), at_the_replica)
 

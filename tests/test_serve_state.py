@@ -12,7 +12,7 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport, Route
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.serve.gauges import prefill, requests
-from continuum_lmcache.serve.names import TurnName, hidden, turn_name
+from continuum_lmcache.serve.names import TurnHeader, hidden, turn_name
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import START_WAIT_S, FleetState
@@ -50,7 +50,7 @@ class Host:
             assert await self.state.take_report(report, known, is_complete) == self.state.name
 
     async def sends(self, program: str, **named: Any) -> Route:
-        route = await self.state.place_turn(TurnName(program, **named), tuple(self.replicas))
+        route = await self.state.place_turn(TurnHeader(program, **named), tuple(self.replicas))
         self.state.fleet.check()
         assert route is not None
         return route

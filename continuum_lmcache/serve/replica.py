@@ -29,7 +29,7 @@ from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve import gauges
 from continuum_lmcache.serve.listening import listen_on_node_address_only
-from continuum_lmcache.serve.names import TurnName, hidden
+from continuum_lmcache.serve.names import TurnHeader, hidden
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.types import MOST_PROGRAMS, ProgramId, TurnId
@@ -165,13 +165,13 @@ class TurnPrompt:
     programs: ReplicaPrograms
     key: bytes
     turn: TurnId
-    name: TurnName
+    name: TurnHeader
 
     @classmethod
     def of_this_request(cls, programs: ReplicaPrograms, key: bytes) -> TurnPrompt:
         """The prompt of the request whose task this is."""
         context = _get_serve_request_context()
-        return cls(programs, key, TurnId(context._internal_request_id), TurnName.parse(context.session_id))
+        return cls(programs, key, TurnId(context._internal_request_id), TurnHeader.parse(context.session_id))
 
     def on_start(self, sampling_params: Any, prompt_tokens: int, request_id: str) -> None:
         """Pass on to the engine what the program did elsewhere."""
@@ -191,7 +191,7 @@ class TurnPrompt:
         self.programs.on_stop(self.turn, context_tokens, self.name.is_last or not self.name.program)
 
 
-def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
+def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnHeader) -> dict[str, Any] | None:
     """A request's fields with its program's progress, from the fleet and not from the client.
 
     An engine refuses all fields of a request if one is above its bound.

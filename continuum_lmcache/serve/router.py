@@ -29,7 +29,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
+from continuum_lmcache.serve.names import ApiKeys, TurnHeader, hidden
 from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
@@ -67,13 +67,13 @@ class ProgramRouter(ConsistentHashRouter):
         if pending_request is None:
             return None
         metadata = pending_request.metadata
-        return TurnName.parse(metadata.session_id).program or str(metadata.internal_request_id)
+        return TurnHeader.parse(metadata.session_id).program or str(metadata.internal_request_id)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         """Where the request goes. `is_retry`: the replica of the last answer did not take it."""
-        turn = TurnName.parse(pending_request.metadata.session_id)
+        turn = TurnHeader.parse(pending_request.metadata.session_id)
         if turn.program and not is_retry:  # on a retry it was done already
             turn = replace(turn, program=hidden(turn.program, self._key))
             pending_request.metadata.session_id = str(turn)
@@ -104,7 +104,7 @@ class ProgramRouter(ConsistentHashRouter):
         return await super()._choose_replica_for_request(pending_request)
 
     async def _ask_state(
-        self, pending_request: PendingRequest, turn: TurnName, home: str | None
+        self, pending_request: PendingRequest, turn: TurnHeader, home: str | None
     ) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or knows no replica that is here."""
         state = self._state_actor()

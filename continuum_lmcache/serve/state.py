@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from continuum_lmcache.fleet.fleet import REPORT_AGE_S, Fleet, KnownProgram, ReplicaReport, Route
-from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.names import TurnHeader
 from continuum_lmcache.types import ProgramId
 
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
@@ -40,7 +40,7 @@ class FleetState:
         self._restored: set[str] = set()  # replicas that have reported all their programs to this state
 
     async def place_turn(
-        self, name: TurnName, visible: Collection[str], home: str | None = None
+        self, name: TurnHeader, visible: Collection[str], home: str | None = None
     ) -> Route | None:
         """Where the turn goes; None: no replica has reported. `visible`: the replicas that the router sees;
         `home`: the one of these that it sent the program's earlier turns to."""
