@@ -32,7 +32,6 @@ from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]  # the first test has the start, of up to 800 s
 PATIENCE_S = 300.0
-NO_MOVES = {"fleet.mover": "never"}
 REPLICA = "x-continuum-replica"
 OUTPUT_TOKENS, TRIES = 24, 20
 ROUNDING = 1e-3  # of a log probability
@@ -41,7 +40,7 @@ LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800, **NO_MOVES) as at:
+    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800) as at:
         yield at
 
 

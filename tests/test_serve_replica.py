@@ -16,7 +16,8 @@ from virtual_loop import VirtualLoop
 pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaReport
+from continuum_lmcache.fleet.fleet import KnownProgram
+from continuum_lmcache.fleet.least_busy import ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
 from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica, TurnPrompt, with_progress
@@ -35,7 +36,7 @@ class ReportingReplica:
         self.heard: list[tuple[float, list[str], bool]] = []
         self.state = "state"
         self.rank, self._name = 0, "a"
-        self._engine = SimpleNamespace(report_prefills=lambda: None)
+        self._engine = SimpleNamespace(report_prefills=lambda: None, is_ours=True)
         self._changed = asyncio.Event()
         self._programs = ReplicaPrograms(10, on_change=self._changed.set)
 

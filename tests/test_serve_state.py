@@ -9,20 +9,16 @@ import pytest
 from virtual_loop import VirtualLoop
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport, Route
-from continuum_lmcache.reload.cost_model import PrefillCurve
-from continuum_lmcache.serve.gauges import prefill, requests
-from continuum_lmcache.serve.names import TurnName, hidden, turn_name
+from continuum_lmcache.fleet.fleet import COOLDOWN_S, KnownProgram, Route
+from continuum_lmcache.fleet.least_busy import ReplicaId, ReplicaReport
+from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.serve.names import hidden, turn_name
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import START_WAIT_S, FleetState
 from continuum_lmcache.types import ProgramId, TurnId
 
 KEY = b"key"
-COOLDOWN_S = 30.0
-SECOND_A_TOKEN = PrefillCurve(0.0, 1.0, 0.0, samples=1)
-
-
 pytestmark = pytest.mark.anyio
 
 
@@ -36,7 +32,7 @@ class Host:
 
     def __init__(self, replicas: str = "ab") -> None:
         clock = asyncio.get_running_loop().time
-        self.state = FleetState("cost", COOLDOWN_S, KEY.hex(), now_s=clock)
+        self.state = FleetState(now_s=clock)
         self.replicas = list(replicas)
         self.programs = {name: ReplicaPrograms(most=100) for name in replicas}
         self.turns = 0
@@ -45,12 +41,12 @@ class Host:
         for name in names or self.replicas:
             programs, now_s = self.programs[name], asyncio.get_running_loop().time()
             about = {"rank": list(self.programs).index(name)}
-            report = ReplicaReport(ReplicaId(name), 0.0, about=about, **figures)
+            report = ReplicaReport(ReplicaId(name), about=about, **figures)
             known = programs.report(now_s, is_complete)
             assert await self.state.take_report(report, known, is_complete) == self.state.name
 
-    async def sends(self, program: str, **named: Any) -> Route:
-        route = await self.state.place_turn(TurnName(program, **named), tuple(self.replicas))
+    async def sends(self, program: str, stays: bool = False, **_: Any) -> Route:
+        route = await self.state.place_turn(program, not stays, len(self.replicas))
         self.state.fleet.check()
         assert route is not None
         return route
@@ -118,6 +114,7 @@ async def test_the_state_reports_its_figures_and_no_programs_name() -> None:
     assert "secret" not in str(told) and told["turns"] == {"first": 1}
     assert [row["rank"] for row in told["replicas"]] == list(range(12)), "in the order of their ranks"
     assert sum(row["programs"] for row in told["replicas"]) == 1
+    assert {row["wait_seconds"] for row in told["replicas"]} == {None}
 
 
 # a replica's programs ---------------------------------------------------------
@@ -129,9 +126,9 @@ def test_a_turn_counts_once_however_many_prompts_it_brought() -> None:
     for tokens in (30, 40):
         programs.on_start(0.0, TurnId("t"), ProgramId("p"), 3, 7.0, tokens)
     programs.on_stop(TurnId("t"), 50, is_last=False)
-    assert programs.report(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, live=1)] and not told
+    assert programs.report(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, 1.0, is_live=True)] and not told
     programs.on_stop(TurnId("t"), 80, is_last=False)
-    assert programs.report(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0)] and len(told) == 1
+    assert programs.report(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0, 2.0)] and len(told) == 1
     assert programs.report(3.0) == [] and len(programs.report(3.0, is_complete=True)) == 1
 
 
@@ -158,38 +155,27 @@ def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() 
 
 
 def test_a_later_turn_waits_for_the_prompts_before_it_or_as_long_as_one_has_waited() -> None:
-    programs = ReplicaPrograms(most=10)
-    for number, (turns, tokens) in enumerate(((0, 20), (2, 5))):
-        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId(f"p{number}"), turns, 0.0, tokens)
-
-    def waits_s(now_s: float) -> tuple[float, float]:
-        stock, ours = (programs.wait_s(now_s, SECOND_A_TOKEN, later_first=first) for first in (False, True))
-        return stock, ours
-
-    assert waits_s(1.0) == (25.0, 5.0), "our engine computes later turns before first ones"
-    assert waits_s(40.0) == (40.0, 40.0), "the replica is slower than that"
+    programs, seconds = ReplicaPrograms(most=10), UNMEASURED.prefill.seconds
+    for number, tokens in enumerate((20_000, 50_000)):
+        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId(f"p{number}"), prompt_tokens=tokens)
+    assert programs.wait_s(1.0) == pytest.approx(seconds(20_000, 0) + seconds(50_000, 0))
+    assert programs.wait_s(40.0) == 40.0, "the replica is slower than that"
     programs.on_first_token(TurnId("t1"))
-    assert waits_s(1.0) == (20.0, 0.0)
-    programs.on_stop(TurnId("t1"), 8, is_last=False)
-    programs.on_start(1.0, TurnId("t2"), ProgramId("p1"), 3, 0.0, 10)
-    assert waits_s(1.0)[1] == 2.0, "of its prompt 8 tokens are there"
-
-
-def test_a_report_takes_the_engines_figures_and_stock_vllm_reports_no_speed() -> None:
-    stock = {"vllm:num_requests_waiting": 2.0, "vllm:num_requests_running": 3.0}
-    assert requests(stock) == 5 and prefill(stock) is None
-    parts = {"fixed_seconds": 0.1, "seconds_per_token": 0.01, "seconds_per_token_pair": 0.0}
-    curve = prefill({f"continuum_prefill_{name}": value for name, value in parts.items()})
-    assert curve is not None and curve.seconds(100, 0) == pytest.approx(1.1)
+    assert programs.wait_s(0.1) == pytest.approx(seconds(20_000, 0))
+    programs.on_stop(TurnId("t1"), 50_100, is_last=False)
+    programs.on_stop(TurnId("t0"), 20_100, is_last=False)
+    assert programs.wait_s(1.0) == 0.0
+    programs.on_start(1.0, TurnId("t2"), ProgramId("p1"), 3, 0.0, 50_500)
+    assert programs.wait_s(1.0) == pytest.approx(seconds(400, 50_100)), "the rest of its prompt is there"
 
 
 # settings ---------------------------------------------------------------------
 
 
 def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() -> None:
-    text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1", "fleet.cooldown_s": "7"}
+    text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1"}
     settings = ServeSettings.of(text)
-    assert (settings.replicas, settings.gpus, settings.cooldown_s) == (2, 0.0, 7.0)
+    assert (settings.replicas, settings.gpus, settings.lmcache_gb) == (2, 0.0, 1.0)
     assert settings.vllm_args[0] == "m" and "--kv-transfer-config" in settings.vllm_args
     for wrong in (
         {"model": ""},
@@ -197,11 +183,9 @@ def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() ->
         {"replica": 2},
         {"replicas": 0},
         {"replicas": "x"},
-        {"fleet.movr": "cost"},
-        {"fleet.mover": "psychic"},
-        {"fleet.cooldown_s": -1},
-        {"fleet.cooldown_s": "nan"},
-        {"mover": "never"},
+        {"lmcache_gb": -1},
+        {"lmcache_gb": "nan"},
+        {"fleet.mover": "never"},
         {"key": "short"},
     ):
         with pytest.raises(ConfigError):

@@ -68,11 +68,6 @@ def deployment(settings: ServeSettings) -> serve.Deployment:
             DeploymentActorConfig(
                 name=STATE,
                 actor_class=ray.remote(FleetState),
-                init_kwargs={
-                    "mover": settings.mover,
-                    "cooldown_s": settings.cooldown_s,
-                    "key": settings.key,
-                },
                 actor_options={"num_cpus": 0, "max_concurrency": CALLS},
             )
         ],

@@ -24,9 +24,8 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_serve_request_context
 
-from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.least_busy import ReplicaId, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
-from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve import gauges
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.names import TurnName, hidden
@@ -148,14 +147,12 @@ class Replica:
                 await asyncio.sleep(GATHER_S)
 
     def _figures(self, now_s: float) -> ReplicaReport:
-        """How busy it is; the state adds the time."""
-        read = gauges.read_gauges()
-        measured = gauges.prefill(read)
-        curve = measured or UNMEASURED.prefill
-        wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
-        gauges.wait.set(wait_s)
+        """How busy it is. Only a stock engine has a wait: ours admits programs itself (fleet.py)."""
+        wait_s = None if self._engine.is_ours else self._programs.wait_s(now_s)
+        if wait_s is not None:
+            gauges.wait.set(wait_s)
         about = {"rank": self.rank, "pid": os.getpid()}
-        return ReplicaReport(ReplicaId(self._name), 0.0, gauges.requests(read), wait_s, curve, about)
+        return ReplicaReport(ReplicaId(self._name), gauges.requests(), wait_s, about)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from continuum_lmcache.fleet.fleet import KnownProgram
-from continuum_lmcache.reload.cost_model import PrefillCurve
+from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.types import ProgramId, TurnId
 
 
@@ -15,7 +15,8 @@ from continuum_lmcache.types import ProgramId, TurnId
 class _Program:
     first_s: float
     turns: int  # finished
-    context_tokens: int = 0  # of the last one
+    began_s: float = 0.0  # the latest turn
+    context_tokens: int = 0  # of the last finished one
     live: set[TurnId] = field(default_factory=set)
 
 
@@ -23,7 +24,6 @@ class _Program:
 class _Turn:
     names: tuple[ProgramId, ...]  # its program, and the name of its answer
     start_s: float
-    is_first: bool  # of its program
     held_tokens: int  # of the prompt: the program's last context, which the replica is taken to hold
     running: int = 0  # generations: a request may bring several prompts
     new_tokens: int = 0  # of the longest prompt
@@ -57,13 +57,14 @@ class ReplicaPrograms:
         name by which the next turn may call this program, since the answer is stored here."""
         seen = self._programs.pop(program, None) or _Program(now_s - age_s, turns)
         seen.turns = max(seen.turns, turns)  # it may have been elsewhere since
+        seen.began_s = now_s
         names = (program,) if answer is None else (program, answer)
         for name in names:
             self._programs[name] = seen
         while len(self._programs) > self.most:
             self._programs.popitem(last=False)
         if (live := self._turns.get(turn)) is None:
-            live = self._turns[turn] = _Turn(names, now_s, not turns, seen.context_tokens)
+            live = self._turns[turn] = _Turn(names, now_s, seen.context_tokens)
         live.running += 1
         live.new_tokens = max(live.new_tokens, prompt_tokens - live.held_tokens)
         seen.live.add(turn)
@@ -96,15 +97,14 @@ class ReplicaPrograms:
             del self._programs[program]
             self._over.append(program)
 
-    def wait_s(self, now_s: float, prefill: PrefillCurve, later_first: bool) -> float:
+    def wait_s(self, now_s: float) -> float:
         """What a later turn would wait here before its prompt is computed, seconds.
 
         The time to compute the prompts before it, or for how long one of these has waited, if longer: then
-        the replica is slower than `prefill`, or short of memory. `later_first`: the engine computes later
-        turns before programs' first ones.
+        the replica is slower than UNMEASURED, or short of memory.
         """
-        before = [t for t in self._turns.values() if not (t.has_first_token or t.is_first and later_first)]
-        known_s = sum(prefill.seconds(t.new_tokens, t.held_tokens) for t in before)
+        before = [t for t in self._turns.values() if not t.has_first_token]
+        known_s = sum(UNMEASURED.prefill.seconds(t.new_tokens, t.held_tokens) for t in before)
         return max([known_s, *(now_s - t.start_s for t in before)])
 
     def report(self, now_s: float, is_complete: bool = False) -> list[KnownProgram]:
@@ -112,9 +112,10 @@ class ReplicaPrograms:
         names = self._programs if is_complete else [n for n in self._changed if n in self._programs]
         over = [] if is_complete else [KnownProgram(n, 0, 0, 0.0, is_over=True) for n in self._over]
         self._changed, self._over = {}, []
-        programs = ((name, self._programs[name]) for name in names)
+        found = ((name, self._programs[name]) for name in names)
         return over + [
-            KnownProgram(n, p.turns, p.context_tokens, now_s - p.first_s, len(p.live)) for n, p in programs
+            KnownProgram(n, p.turns, p.context_tokens, now_s - p.first_s, now_s - p.began_s, bool(p.live))
+            for n, p in found
         ]
 
     def __len__(self) -> int:

@@ -25,6 +25,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.vllm_plugin.hooks.engine_args import SCHEDULERS
 
 CHECKED_VERSION = "0.32"
 
@@ -47,6 +48,11 @@ class WatchedEngine(AsyncLLM):
 
     watch: Callable[[], Prompt]
     _uncomputed: dict[str, Prompt]  # by request id: those without a first token yet
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it schedules by our policy, and not by one of vLLM's own."""
+        return str(self.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
