@@ -11,20 +11,22 @@ import pytest
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.fleet import (
     COOLDOWN_S,
+    GONE_S,
     IDLE_S,
+    LOOKS,
+    MOVE_S,
     PROGRAMS_A_REPLICA,
+    REPORT_AGE_S,
     Fleet,
     KnownProgram,
+    ReplicaId,
+    ReplicaReport,
     Route,
     RouteReason,
 )
-from continuum_lmcache.fleet.least_busy import GONE_S, REPORT_AGE_S, LeastBusy, ReplicaId, ReplicaReport
-from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.types import ProgramId
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
-CONTEXT_TOKENS = 50_000
-COST_S = UNMEASURED.prefill.seconds(CONTEXT_TOKENS, 0)
 
 
 class Host:
@@ -47,10 +49,10 @@ class Host:
         assert route is not None
         return route
 
-    def runs(self, program: str, tokens: int = 100, **how: Any) -> Route:
+    def runs(self, program: str, **how: Any) -> Route:
         """A whole turn, and its replica's word on it."""
         route = self.sends(program, **how)
-        known = KnownProgram(ProgramId(program), route.program_turns + 1, tokens, route.program_age_s)
+        known = KnownProgram(ProgramId(program), route.program_turns + 1, route.program_age_s)
         state = self.fleet.replicas[route.replica]
         self.fleet.on_report(self.now_s, replace(state.report, requests=state.requests), [known])
         return route
@@ -134,15 +136,17 @@ def test_replicas_that_cannot_be_reached_get_nothing_though_they_are_least_busy(
     assert host.sends("r").replica == A, "the next router may see it"
 
 
-def test_a_report_brings_the_load_down_again_and_a_thousand_replicas_fill_evenly() -> None:
+def test_a_thousand_replicas_fill_evenly_though_a_turn_looks_at_a_few() -> None:
     host = Host(0)
     names = [f"r{i}" for i in range(1000)]
-    for at_s in range(3):
-        host.news(float(at_s), *names)
-        assert (
-            len({host.fleet.on_arrival(at_s, ProgramId(f"{at_s}-{i}")).replica for i in range(1000)}) == 1000
-        )  # type: ignore[union-attr]
-    host.fleet.check()
+    host.news(0.0, *names)
+    for number in range(3000):
+        host.fleet.on_arrival(0.0, ProgramId(f"p{number}"))
+    assert {state.requests for state in host.fleet.replicas.values()} <= {2, 3, 4}
+    for name in names[: 1000 - LOOKS]:
+        host.news(1.0, name, requests=9)
+    host.now_s = 1.0 + REPORT_AGE_S
+    assert host.sends("new").replica in names[: 1000 - LOOKS], "the others' reports are old"
 
 
 @pytest.mark.parametrize("turn", ["home", "first", "report"])
@@ -180,16 +184,15 @@ def test_what_a_turn_or_a_report_costs_does_not_grow_with_the_replicas(turn: str
 
 
 def test_the_tables_tell_when_they_do_not_balance() -> None:
-    host = Host()
-    host.runs("p")
-    host.fleet.replicas.homes[B] += 1
-    with pytest.raises(InvariantError, match="counted"):
-        host.fleet.check()
-    replicas = LeastBusy()
-    replicas.on_report(0.0, ReplicaReport(A))
-    replicas._heap.clear()
-    with pytest.raises(InvariantError, match="is not in the heap"):
-        replicas.check()
+    for spoil, word in (
+        (lambda fleet: fleet.homes.update({B: 1}), "counted"),
+        (lambda fleet: fleet.replicas.pop(A), "circle"),
+    ):
+        host = Host()
+        host.runs("p")
+        spoil(host.fleet)
+        with pytest.raises(InvariantError, match=word):
+            host.fleet.check()
 
 
 def test_a_fleet_that_lost_its_state_has_it_again_from_the_replicas_reports() -> None:
@@ -197,7 +200,7 @@ def test_a_fleet_that_lost_its_state_has_it_again_from_the_replicas_reports() ->
     homes = {f"p{i}": host.runs(f"p{i}").replica for i in range(50)}
     fresh = Host(0)
     for replica in (A, B):
-        there = [KnownProgram(ProgramId(p), 7, 100, 5.0) for p, home in homes.items() if home == replica]
+        there = [KnownProgram(ProgramId(p), 7, 5.0) for p, home in homes.items() if home == replica]
         fresh.news(1.0, replica, programs=there)
     routes = {name: fresh.sends(name) for name in homes}
     assert {name: route.replica for name, route in routes.items()} == homes
@@ -209,7 +212,7 @@ def test_of_two_replicas_that_know_a_program_the_one_where_its_latest_turn_began
         host = Host()
         for name in order:
             idle_s = 9.0 if name == "a" else 2.0
-            host.news(10.0, name, programs=[KnownProgram(ProgramId("p"), 7, 100, 30.0, idle_s)])
+            host.news(10.0, name, programs=[KnownProgram(ProgramId("p"), 7, 30.0, idle_s)])
         assert host.sends("p").replica == B
 
 
@@ -217,9 +220,9 @@ def test_a_program_that_was_sent_without_the_fleet_goes_on_where_it_was_sent() -
     host = Host()
     home = host.runs("p").replica
     other = B if home == A else A
-    host.news(9.0, other, programs=[KnownProgram(ProgramId("p"), 2, 100, 5.0, idle_s=1.0)])
+    host.news(9.0, other, programs=[KnownProgram(ProgramId("p"), 2, 5.0, idle_s=1.0)])
     assert host.sends("p").replica == other
-    late = KnownProgram(ProgramId("p"), 1, 100, 9.0, idle_s=9.0)
+    late = KnownProgram(ProgramId("p"), 1, 9.0, idle_s=9.0)
     host.news(9.5, home, programs=[late])
     assert host.sends("p").replica == other, "its old home knows it too, from before"
 
@@ -243,7 +246,7 @@ def test_a_program_ends_by_its_homes_word_and_idle_ones_are_forgotten() -> None:
     for at_s, name in enumerate("pqrs"):
         host.news(float(at_s))
         host.runs(name)
-    over = KnownProgram(ProgramId("p"), 0, 0, 0.0, is_over=True)
+    over = KnownProgram(ProgramId("p"), is_over=True)
     away = B if host.fleet.programs[ProgramId("p")].home == A else A
     host.news(5.0, away, programs=[over])
     assert set(host.fleet.programs) == {"p", "q", "r", "s"}
@@ -256,45 +259,43 @@ def test_a_program_ends_by_its_homes_word_and_idle_ones_are_forgotten() -> None:
     host.fleet.check()
 
 
-def test_as_many_programs_are_known_as_the_replicas_may_serve_and_then_the_idlest_are_forgotten() -> None:
-    host = Host(4)
-    host.fleet.least_programs = 3
+def test_as_many_programs_are_known_as_the_replicas_may_serve_and_then_the_idlest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("continuum_lmcache.fleet.fleet.MOST_PROGRAMS", 3)
+    monkeypatch.setattr("continuum_lmcache.fleet.fleet.PROGRAMS_A_REPLICA", 2)
+    host = Host(2)
     for at_s, name in enumerate("pqrps"):
         host.news(float(at_s))
         host.runs(name)
-    assert (
-        set(host.fleet.programs) == {"p", "q", "r", "s"}
-        and host.fleet.most_programs == 4 * PROGRAMS_A_REPLICA
-    )
-    host.news(4.0 + GONE_S, "a")
-    host.news(5.0 + GONE_S, "a")
-    assert host.fleet.most_programs == PROGRAMS_A_REPLICA
-    for number in range(PROGRAMS_A_REPLICA):
-        host.fleet.on_arrival(host.now_s, ProgramId(f"p{number}"))
-    host.fleet.check()
-    assert len(host.fleet.programs) == PROGRAMS_A_REPLICA and ProgramId("q") not in host.fleet.programs
+    assert set(host.fleet.programs) == {"p", "q", "r", "s"}
+    host.sends("t")
+    assert set(host.fleet.programs) == {"p", "r", "s", "t"}
+    host.news(5.0, *"abcd")
+    for name in "uvwx":
+        host.sends(name)
+    assert len(host.fleet.programs) == 8, "four replicas may serve so many"
+    assert PROGRAMS_A_REPLICA * 1000 == 10_000_000
 
 
 # moves ----------------------------------------------------------------------
 
 
-def waits_at_home(wait_s: float | None = 20.0) -> Host:
-    """Program p between two turns, with a context of CONTEXT_TOKENS; its home a is busy."""
+def waits_at_home(wait_s: float | None = MOVE_S + 1) -> Host:
+    """Program p between two turns; its home a is busy."""
     host = Host()
-    assert host.runs("p", tokens=CONTEXT_TOKENS).replica == A
+    assert host.runs("p").replica == A
     host.news(1.0, "b", wait_s=0.0)
     host.news(1.0, "a", requests=4, wait_s=wait_s)
     return host
 
 
-def test_a_move_must_save_more_than_its_kv_costs() -> None:
-    assert COST_S > 2.0, "the KV's cost is what decides here"
-    pays_s = 2.0 * COST_S + 2.0
+def test_a_move_must_save_a_wait_that_the_kv_is_worth() -> None:
     for here_s, there_s, why in (
-        (pays_s + 0.1, 0.0, RouteReason.MOVED),
-        (pays_s - 0.1, 0.0, RouteReason.HOME),
-        (pays_s + 0.9, 1.0, RouteReason.HOME),
-        (pays_s + 1.1, 1.0, RouteReason.MOVED),
+        (MOVE_S + 0.1, 0.0, RouteReason.MOVED),
+        (MOVE_S, 0.0, RouteReason.HOME),
+        (MOVE_S + 0.9, 1.0, RouteReason.HOME),
+        (MOVE_S + 1.1, 1.0, RouteReason.MOVED),
     ):
         host = waits_at_home(here_s)
         host.news(1.1, "b", wait_s=there_s)
@@ -322,7 +323,7 @@ def test_a_program_moves_between_turns_where_that_pays_and_not_again_while_it_co
     host = waits_at_home()
     route = host.sends("p")
     assert (route.replica, route.why, route.program_turns) == (B, RouteReason.MOVED, 1)
-    known = KnownProgram(ProgramId("p"), 2, CONTEXT_TOKENS, 2.0)
+    known = KnownProgram(ProgramId("p"), 2, 2.0)
     for at_s, why in ((0.9 + COOLDOWN_S, RouteReason.HOME), (2.0 + COOLDOWN_S, RouteReason.MOVED)):
         host.news(at_s, "a", wait_s=0.0)
         host.news(at_s, "b", requests=1, wait_s=99.0, programs=[known])
@@ -331,13 +332,13 @@ def test_a_program_moves_between_turns_where_that_pays_and_not_again_while_it_co
 
 def test_a_program_stays_while_a_turn_of_it_is_in_flight_or_may_be() -> None:
     host = waits_at_home()
-    busy = ReplicaReport(A, 4, 20.0)
-    host.fleet.on_report(1.5, busy, [KnownProgram(ProgramId("p"), 1, CONTEXT_TOKENS, 1.5, is_live=True)])
+    busy = ReplicaReport(A, 4, 2 * MOVE_S)
+    host.fleet.on_report(1.5, busy, [KnownProgram(ProgramId("p"), 1, 1.5, is_live=True)])
     host.now_s = 2.0
     assert host.sends("p").why is RouteReason.HOME, "home says so"
-    host.fleet.on_report(2.5, busy, [KnownProgram(ProgramId("p"), 2, CONTEXT_TOKENS, 2.5, idle_s=1.0)])
+    host.fleet.on_report(2.5, busy, [KnownProgram(ProgramId("p"), 2, 2.5, idle_s=1.0)])
     assert host.sends("p").why is RouteReason.HOME, "home does not know the latest turn yet"
-    host.fleet.on_report(3.5, busy, [KnownProgram(ProgramId("p"), 3, CONTEXT_TOKENS, 3.5, idle_s=0.5)])
+    host.fleet.on_report(3.5, busy, [KnownProgram(ProgramId("p"), 3, 3.5, idle_s=0.5)])
     host.now_s = 3.6
     assert host.sends("p").why is RouteReason.MOVED
 
@@ -350,8 +351,8 @@ def test_several_programs_do_not_all_move_to_the_same_idle_replica() -> None:
     host = Host(2)
     names = [f"p{i}" for i in range(8)]
     host.news(0.0, "b", requests=99)
-    assert {host.runs(name, tokens=CONTEXT_TOKENS).replica for name in names} == {A}
+    assert {host.runs(name).replica for name in names} == {A}
     host.news(1.0, "b", wait_s=0.0)
-    host.news(1.0, "a", requests=99, wait_s=2.0 + (2.0 + 2.5) * COST_S)
+    host.news(1.0, "a", requests=4, wait_s=2 * MOVE_S)
     moved = [host.sends(name).why is RouteReason.MOVED for name in names]
-    assert sum(moved) == 3, "each brings its context's work, and must save more than twice that"
+    assert moved == [True] * 4 + [False, True] * 2, "then it has as many requests as home"

@@ -11,13 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from continuum_lmcache.fleet.fleet import (
     COOLDOWN_S,
+    GONE_S,
     IDLE_S,
     Fleet,
     KnownProgram,
+    ReplicaId,
+    ReplicaReport,
     Route,
     RouteReason,
 )
-from continuum_lmcache.fleet.least_busy import GONE_S, ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId
 
 MOST = 6
@@ -45,7 +47,7 @@ class Memory:
 
     def told(self, program: ProgramId, now_s: float) -> KnownProgram:
         age_s, idle_s = now_s - self.first_s, now_s - self.began_s
-        return KnownProgram(program, self.turns, 100 * self.turns, age_s, idle_s, self.live > 0)
+        return KnownProgram(program, self.turns, age_s, idle_s, self.live > 0)
 
 
 class Machine(RuleBasedStateMachine):
@@ -125,7 +127,7 @@ class Machine(RuleBasedStateMachine):
             assert requests[route.replica] == least and (not fresh or route.replica in fresh)
         if route.why is RouteReason.MOVED:
             assert home in fresh and not in_flight
-            assert before[home].wait_s is not None and before[route.replica].wait_s is not None
+            assert before[home].report.wait_s and before[route.replica].report.wait_s is not None
             assert self.now_s - self.moved_s.get(program, -math.inf) >= COOLDOWN_S
             self.moved_s[program] = self.now_s
         self._says(program, route, live=1)
@@ -152,7 +154,7 @@ class Machine(RuleBasedStateMachine):
             self._says(program, Route(replica, RouteReason.HOME, known.turns), live=-1)
         elif is_last:
             del self.memory[replica][program]
-            over = KnownProgram(program, 0, 0, 0.0, is_over=True)
+            over = KnownProgram(program, is_over=True)
             self.fleet.on_report(self.now_s, ReplicaReport(replica), [over])
             assert program not in self.fleet.programs or self.fleet.programs[program].home != replica
 

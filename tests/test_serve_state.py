@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 from virtual_loop import VirtualLoop
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import COOLDOWN_S, KnownProgram, Route
-from continuum_lmcache.fleet.least_busy import ReplicaId, ReplicaReport
-from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.fleet.fleet import COOLDOWN_S, KnownProgram, ReplicaId, ReplicaReport, Route
 from continuum_lmcache.serve.names import hidden, turn_name
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import START_WAIT_S, FleetState
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 
 KEY = b"key"
 pytestmark = pytest.mark.anyio
@@ -34,7 +33,7 @@ class Host:
         clock = asyncio.get_running_loop().time
         self.state = FleetState(now_s=clock)
         self.replicas = list(replicas)
-        self.programs = {name: ReplicaPrograms(most=100) for name in replicas}
+        self.programs = {name: ReplicaPrograms() for name in replicas}
         self.turns = 0
 
     async def hears(self, *names: str, is_complete: bool = True, **figures: Any) -> None:
@@ -42,8 +41,8 @@ class Host:
             programs, now_s = self.programs[name], asyncio.get_running_loop().time()
             about = {"rank": list(self.programs).index(name)}
             report = ReplicaReport(ReplicaId(name), about=about, **figures)
-            known = programs.report(now_s, is_complete)
-            assert await self.state.take_report(report, known, is_complete) == self.state.name
+            known, heard = programs.report(now_s, is_complete), "" if is_complete else self.state.name
+            assert await self.state.take_report(report, known, heard) == self.state.name
 
     async def sends(self, program: str, stays: bool = False, **_: Any) -> Route:
         route = await self.state.place_turn(program, not stays, len(self.replicas))
@@ -53,13 +52,12 @@ class Host:
 
     async def runs(self, program: str, answer: str | None = None, **named: Any) -> Route:
         """A whole turn, which its replica reports."""
-        route, turn = await self.sends(program, **named), TurnId(f"t{self.turns}")
+        route, turn = await self.sends(program, **named), f"t{self.turns}"
         self.turns += 1
         there, now_s = self.programs[route.replica], asyncio.get_running_loop().time()
-        stored = hidden(answer, KEY) if answer else None
-        there.on_start(now_s, turn, ProgramId(program), route.program_turns, route.program_age_s, 90, stored)
-        there.on_first_token(turn)
-        there.on_stop(turn, 100, is_last=named.get("is_last", False))
+        names = [ProgramId(program), *([hidden(answer, KEY)] if answer else [])]
+        there.on_start(now_s, turn, names, route.program_turns, route.program_age_s)
+        there.on_stop(turn, names, True, is_last=named.get("is_last", False))
         await self.hears(route.replica, is_complete=False)
         return route
 
@@ -76,7 +74,10 @@ async def test_a_new_state_moves_nobody_before_the_replicas_have_reported_what_t
     second = Host()
     second.programs = first.programs
     turns = [asyncio.ensure_future(second.sends(program)) for program in homes]
-    await second.hears(is_complete=False)
+    for name, programs in first.programs.items():
+        changed = programs.report(0.0)
+        heard = await second.state.take_report(ReplicaReport(ReplicaId(name)), changed, first.state.name)
+        assert heard == "", "it is to report all"
     await asyncio.sleep(0.4)
     assert not any(turn.done() for turn in turns), "only what has changed was reported"
     await second.hears()
@@ -120,53 +121,65 @@ async def test_the_state_reports_its_figures_and_no_programs_name() -> None:
 # a replica's programs ---------------------------------------------------------
 
 
+P, Q, R = ProgramId("p"), ProgramId("q"), ProgramId("r")
+
+
 def test_a_turn_counts_once_however_many_prompts_it_brought() -> None:
-    told: list[None] = []
-    programs = ReplicaPrograms(most=10, on_change=lambda: told.append(None))
-    for tokens in (30, 40):
-        programs.on_start(0.0, TurnId("t"), ProgramId("p"), 3, 7.0, tokens)
-    programs.on_stop(TurnId("t"), 50, is_last=False)
-    assert programs.report(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, 1.0, is_live=True)] and not told
-    programs.on_stop(TurnId("t"), 80, is_last=False)
-    assert programs.report(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0, 2.0)] and len(told) == 1
+    programs = ReplicaPrograms()
+    for prompt in (1, 2):
+        programs.on_start(0.0, prompt, [P], 3, 7.0)
+    programs.on_stop(1, [P], True, is_last=False)
+    assert programs.report(1.0) == [KnownProgram(P, 3, 8.0, 1.0, is_live=True)]
+    programs.on_stop(2, [P], True, is_last=False)
+    assert programs.report(2.0) == [KnownProgram(P, 4, 9.0, 2.0)]
     assert programs.report(3.0) == [] and len(programs.report(3.0, is_complete=True)) == 1
 
 
 def test_a_program_that_comes_back_has_the_turns_that_it_finished_elsewhere() -> None:
-    programs = ReplicaPrograms(most=2)
-    for number, turns in enumerate((0, 6)):
-        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId("p"), turns, 0.0)
-        programs.on_stop(TurnId(f"t{number}"), 10, is_last=False)
+    programs = ReplicaPrograms()
+    for prompt, turns in enumerate((0, 6)):
+        programs.on_start(0.0, prompt, [P], turns, 0.0)
+        programs.on_stop(prompt, [P], True, is_last=False)
     assert [known.turns for known in programs.report(1.0, is_complete=True)] == [7]
 
 
+def test_a_turn_that_came_to_nothing_is_none_so_its_program_stands_in_line_again() -> None:
+    programs = ReplicaPrograms()
+    programs.on_start(0.0, 1, [P])
+    programs.on_stop(1, [P], False, is_last=False)
+    assert [known.turns for known in programs.report(1.0)] == [0]
+
+
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
-    programs = ReplicaPrograms(most=2)
-    for name in ("p", "q", "r"):
-        programs.on_start(0.0, TurnId(name), ProgramId(name))
-        programs.on_stop(TurnId(name), 10, is_last=name == "r")
-    found = {known.program: known.is_over for known in programs.report(1.0)}
-    assert found == {"q": False, "r": True} and len(programs) == 1
-    programs.on_start(2.0, TurnId("gone"), ProgramId("q"))
-    programs.on_stop(TurnId("gone"), 0, is_last=False)  # it came to nothing
-    assert [(k.program, k.turns, k.context_tokens) for k in programs.report(3.0, is_complete=True)] == [
-        ("q", 1, 10)
-    ]
+    programs = ReplicaPrograms(_programs=BoundedDict(2))
+    for name in (P, Q, R):
+        programs.on_start(0.0, name, [name])
+        programs.on_stop(name, [name], True, is_last=name == R)
+    assert {known.program: known.is_over for known in programs.report(1.0)} == {P: True, Q: False, R: True}
+    assert [known.program for known in programs.report(1.0, is_complete=True)] == [Q]
 
 
-def test_a_later_turn_waits_for_the_prompts_before_it_or_as_long_as_one_has_waited() -> None:
-    programs, seconds = ReplicaPrograms(most=10), UNMEASURED.prefill.seconds
-    for number, tokens in enumerate((20_000, 50_000)):
-        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId(f"p{number}"), prompt_tokens=tokens)
-    assert programs.wait_s(1.0) == pytest.approx(seconds(20_000, 0) + seconds(50_000, 0))
-    assert programs.wait_s(40.0) == 40.0, "the replica is slower than that"
-    programs.on_first_token(TurnId("t1"))
-    assert programs.wait_s(0.1) == pytest.approx(seconds(20_000, 0))
-    programs.on_stop(TurnId("t1"), 50_100, is_last=False)
-    programs.on_stop(TurnId("t0"), 20_100, is_last=False)
-    assert programs.wait_s(1.0) == 0.0
-    programs.on_start(1.0, TurnId("t2"), ProgramId("p1"), 3, 0.0, 50_500)
-    assert programs.wait_s(1.0) == pytest.approx(seconds(400, 50_100)), "the rest of its prompt is there"
+def test_a_stored_answer_outlives_its_programs_last_turn() -> None:
+    programs, answer = ReplicaPrograms(), ProgramId("resp")
+    programs.on_start(0.0, 1, [P, answer])
+    programs.on_stop(1, [P, answer], True, is_last=True)
+    assert {known.program: known.is_over for known in programs.report(1.0)} == {P: True, answer: False}
+    programs.on_start(2.0, 2, [answer, Q], 1)
+    programs.on_stop(2, [answer, Q], True, is_last=False)
+    assert {(known.program, known.turns) for known in programs.report(3.0)} == {(answer, 2), (Q, 2)}
+
+
+def test_a_later_turn_waits_as_long_as_the_prompt_that_has_waited_longest() -> None:
+    programs = ReplicaPrograms()
+    for prompt, at_s in enumerate((0.0, 5.0, 7.0)):
+        programs.on_start(at_s, prompt, [])
+    assert programs.wait_s(9.0) == 9.0
+    programs.on_first_token(0)
+    assert programs.wait_s(9.0) == 4.0
+    programs.on_stop(1, [], False, is_last=False)
+    assert programs.wait_s(9.0) == 2.0
+    programs.on_first_token(2)
+    assert programs.wait_s(9.0) == 0.0
 
 
 # settings ---------------------------------------------------------------------

@@ -5,17 +5,16 @@ simulator) passes on what replicas report, and asks where each turn goes. Nothin
 admits new programs for itself.
 
 Where a turn goes:
-    of a new program, or of none      to the least busy replica (least_busy.py)
-    of a program with a home          home; to the least busy replica, where that pays
-    of a program that lost its home   to the least busy replica, its home from then on
+    of a new program, or of none      to the least busy of LOOKS replicas, the next ones in their circle
+    of a program with a home          home; to such a replica, where that pays
+    of a program that lost its home   to such a replica, its home from then on
 
-What a turn or a report costs does not grow with the replicas or programs: a turn looks at its home and at
-the least busy replica, and a report brings the programs that have changed.
+So what a turn costs does not grow with the replicas or the programs. A report brings what has changed.
 
 A move saves waiting at home and costs the context's KV, which the other replica must compute. It is
-considered as a turn arrives, between turns only, and only where replicas report what a turn waits: engines
-that admit programs themselves do not, since there moves gain nothing (docs/fleet.md). Nothing moves by old
-reports, and no program moves twice within COOLDOWN_S, so thrash (several moves within it) is impossible.
+considered as a turn arrives, between turns only, and only where replicas report a wait: engines that admit
+programs themselves do not, since there moves gain nothing (docs/fleet.md). Nothing moves by old reports, and
+no program moves twice within COOLDOWN_S, so thrash (several moves within it) is impossible.
 
 A program is `identity.program_id(job_id, tenant)`, or a hash of it: ids of two tenants never collide. What
 is known of a program comes from the replica that serves it (`on_report`), so a fleet that has lost its state
@@ -27,20 +26,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NewType
 
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.fleet.least_busy import LeastBusy, ReplicaId, ReplicaReport
-from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
-COST_FACTOR = 2.0  # the wait that a move saves must be this many times the cost of the KV
-MARGIN_S = 2.0  # and this much more: the hysteresis
+ReplicaId = NewType("ReplicaId", str)
+LOOKS = 16  # replicas that are compared for a turn: all of a smaller fleet
+MOVE_S = 10.0  # the wait that a move must save: more than most contexts take to compute
 COOLDOWN_S = 30.0  # between two moves of a program, at least
+REPORT_AGE_S = 3.0  # no new program, and no move, where the latest report is older
+GONE_S = 60.0  # a replica without a report for so long is dropped; with its next report it is back
 IDLE_S = 3600.0  # a program without a turn for so long is forgotten
 PROGRAMS_A_REPLICA = 10_000  # known at a time, of a fleet of more than ten; of a smaller one MOST_PROGRAMS
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """One replica at one moment."""
+
+    replica: ReplicaId
+    requests: int = 0  # waiting and running ones
+    wait_s: float | None = None  # of the prompt that has waited longest; None: the engine admits programs
+    about: Mapping[str, int] = field(default_factory=dict)  # its rank and process, for the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +59,8 @@ class KnownProgram:
     """A program, as a replica that served turns of it knows it."""
 
     program: ProgramId
-    turns: int  # finished, here and elsewhere
-    context_tokens: int  # of the last finished turn
-    age_s: float  # since it arrived
+    turns: int = 0  # finished, here and elsewhere
+    age_s: float = 0.0  # since it arrived
     idle_s: float = 0.0  # since its latest turn there began
     is_live: bool = False  # a turn is in flight there
     is_over: bool = False
@@ -80,36 +90,63 @@ class Route:
 class FleetProgram:
     """A program that the fleet knows."""
 
-    id: ProgramId
     home: ReplicaId  # which may be gone
     arrival_s: float
     seen_s: float  # its latest turn began
     turns: int = 0  # finished
-    context_tokens: int = 0  # of the last finished turn
     is_live: bool = False  # a turn was sent, and home has not said that it ended
     moved_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """One replica: its latest report, and what was sent there since."""
+
+    report: ReplicaReport
+    heard_s: float  # when the report came
+    sent: int = 0  # turns
+
+    @property
+    def requests(self) -> int:
+        return self.report.requests + self.sent
+
+    def wait_s(self, now_s: float) -> float | None:
+        """None: nothing moves from or to it."""
+        return self.report.wait_s if self.is_fresh(now_s) else None
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether the report is new enough for new programs and moves."""
+        return now_s - self.heard_s <= REPORT_AGE_S
 
 
 class Fleet:
     """Replicas and programs."""
 
     def __init__(self) -> None:
-        self.least_programs = MOST_PROGRAMS  # known at a time, however few replicas there are
-        self.replicas = LeastBusy()
+        self.replicas: OrderedDict[ReplicaId, ReplicaState] = OrderedDict()  # silent longest first
         self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
+        self.homes: Counter[ReplicaId] = Counter()  # programs by home
         self.routes: Counter[RouteReason] = Counter()
+        self._circle: list[ReplicaId] = []  # the replicas
+        self._next = 0  # place there of the next one to look at
 
     @property
     def most_programs(self) -> int:
-        return max(self.least_programs, PROGRAMS_A_REPLICA * len(self.replicas))
+        return max(MOST_PROGRAMS, PROGRAMS_A_REPLICA * len(self.replicas))
 
     def on_report(self, now_s: float, report: ReplicaReport, programs: Iterable[KnownProgram] = ()) -> None:
         """A replica's report, with its programs that have changed; the first one adds the replica."""
-        self.replicas.on_report(now_s, report)
+        if report.replica not in self.replicas:
+            self._circle.append(report.replica)
+        self.replicas[report.replica] = ReplicaState(report, now_s)
+        self.replicas.move_to_end(report.replica)
         for known in programs:
             self._learn(now_s, report.replica, known)
-        while self.programs and now_s - (oldest := next(iter(self.programs.values()))).seen_s >= IDLE_S:
-            self._forget(oldest)
+        while now_s - (silent := next(iter(self.replicas.values()))).heard_s > GONE_S:
+            del self.replicas[silent.report.replica]
+            self._circle.remove(silent.report.replica)
+        while self.programs and now_s - next(iter(self.programs.values())).seen_s >= IDLE_S:
+            self._forget(next(iter(self.programs)))
 
     def on_arrival(
         self, now_s: float, program: ProgramId | None, gone: Collection[str] = (), may_move: bool = True
@@ -120,100 +157,89 @@ class Fleet:
         that home alone can answer.
         """
         entry = self.programs.get(program) if program is not None else None
+        why, replica = RouteReason.HOME, entry.home if entry is not None else None
         if entry is None or entry.home in gone or entry.home not in self.replicas:
-            chosen = self.replicas.least(now_s, gone)
-            if chosen is None:
-                return None
-            if program is None:
-                return self._send(chosen, RouteReason.ALONE)
+            replica = self._least_busy(now_s, gone)
             why = RouteReason.FIRST if entry is None else RouteReason.REHOMED
-            entry = entry or self._add(now_s, program, chosen)
-            self._settle(entry, chosen)
-        elif may_move and (target := self._target(now_s, entry, gone)) is not None:
-            self.replicas[target].sent_s += _recompute_s(entry)
-            self._settle(entry, target)
-            entry.moved_s = now_s
-            why = RouteReason.MOVED
+        elif may_move and (better := self._better(now_s, entry, gone)) is not None:
+            replica, why, entry.moved_s = better, RouteReason.MOVED, now_s
+        if replica is None:
+            return None
+        if program is None:
+            route = Route(replica, RouteReason.ALONE)
         else:
-            why = RouteReason.HOME
-        entry.seen_s, entry.is_live = now_s, True
-        self.programs.move_to_end(entry.id)
-        return self._send(entry.home, why, entry.turns, now_s - entry.arrival_s)
+            entry = entry or self._add(now_s, program, replica)
+            self._settle(entry, replica)
+            entry.seen_s, entry.is_live = now_s, True
+            self.programs.move_to_end(program)
+            route = Route(replica, why, entry.turns, now_s - entry.arrival_s)
+        self.replicas[replica].sent += 1
+        self.routes[route.why] += 1
+        return route
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""
-        self.replicas.check()
         homes = Counter(entry.home for entry in self.programs.values())
-        if homes != +self.replicas.homes:
-            raise InvariantError(f"programs by home({homes}) != counted({self.replicas.homes})")
-        most = max(self.most_programs, PROGRAMS_A_REPLICA * len(homes))  # a replica of these may be gone
-        if len(self.programs) > most:
-            raise InvariantError(f"programs({len(self.programs)}) > most_programs({most})")
+        if homes != +self.homes:
+            raise InvariantError(f"programs by home({homes}) != counted({self.homes})")
+        if sorted(self._circle) != sorted(self.replicas):
+            raise InvariantError(f"circle({self._circle}) != replicas({list(self.replicas)})")
 
     # -----------------------------------------------------------------------
 
-    def _target(self, now_s: float, entry: FleetProgram, gone: Collection[str]) -> ReplicaId | None:
-        """The least busy replica, if the wait saved there exceeds the KV's cost by COST_FACTOR and MARGIN_S.
+    def _least_busy(self, now_s: float, gone: Collection[str]) -> ReplicaId | None:
+        """The replica with the fewest requests, of equals with the fewest programs, of the next LOOKS with a
+        fresh report; of all if none has one; None: there is none. None of `gone`."""
+        found: list[ReplicaId] = []
+        for _ in self._circle:
+            name = self._circle[self._next % len(self._circle)]
+            self._next = (self._next + 1) % len(self._circle)
+            if name not in gone and self.replicas[name].is_fresh(now_s):
+                found.append(name)
+                if len(found) == LOOKS:
+                    break
+        found = found or [name for name in self._circle if name not in gone]
+        return min(found, key=lambda name: (self.replicas[name].requests, self.homes[name]), default=None)
 
-        The program stays while a turn of it is in flight.
-        """
-        home = self.replicas[entry.home]
-        if entry.is_live or home.wait_s is None or home.wait_s <= MARGIN_S or not home.is_fresh(now_s):
+    def _better(self, now_s: float, entry: FleetProgram, gone: Collection[str]) -> ReplicaId | None:
+        """A replica that saves a wait of MOVE_S. The program stays while another turn of it is in flight."""
+        here_s = self.replicas[entry.home].wait_s(now_s)
+        if entry.is_live or here_s is None or here_s <= MOVE_S or now_s - entry.moved_s < COOLDOWN_S:
             return None
-        if now_s - entry.moved_s < COOLDOWN_S:
-            return None
-        name = self.replicas.least(now_s, gone)
-        if name is None or name == entry.home:
-            return None
-        other = self.replicas[name]
-        if other.wait_s is None or not other.is_fresh(now_s):
-            return None
-        gain_s = home.wait_s - other.wait_s - COST_FACTOR * _recompute_s(entry)
-        return name if gain_s > MARGIN_S else None
-
-    def _send(self, replica: ReplicaId, why: RouteReason, turns: int = 0, age_s: float = 0.0) -> Route:
-        self.replicas[replica].sent += 1
-        self.routes[why] += 1
-        return Route(replica, why, turns, age_s)
+        name = self._least_busy(now_s, gone)
+        there_s = self.replicas[name].wait_s(now_s) if name is not None else None
+        return name if there_s is not None and here_s - there_s > MOVE_S else None
 
     def _learn(self, now_s: float, replica: ReplicaId, known: KnownProgram) -> None:
         """A replica's word on a program. If two replicas know it, its home is where its latest turn began."""
         entry, began_s = self.programs.get(known.program), now_s - known.idle_s
         if known.is_over:
             if entry is not None and entry.home == replica:
-                self._forget(entry)
+                self._forget(known.program)
             return
         if entry is None:
             entry = self._add(now_s, known.program, replica)
             entry.seen_s, entry.moved_s = began_s, now_s  # it may have moved just before
-        elif entry.home != replica:
-            if began_s <= entry.seen_s:
-                return
-            self._settle(entry, replica)
-        entry.arrival_s = min(entry.arrival_s, now_s - known.age_s)
-        entry.turns, entry.context_tokens = known.turns, known.context_tokens
+        elif entry.home != replica and began_s <= entry.seen_s:
+            return
+        self._settle(entry, replica)
+        entry.arrival_s, entry.turns = min(entry.arrival_s, now_s - known.age_s), known.turns
         entry.is_live = known.is_live or began_s < entry.seen_s  # or a turn is on its way there
         entry.seen_s = max(entry.seen_s, began_s)
 
     def _add(self, now_s: float, program: ProgramId, home: ReplicaId) -> FleetProgram:
         if len(self.programs) >= self.most_programs:
-            self._forget(next(iter(self.programs.values())))
-        entry = self.programs[program] = FleetProgram(program, home, now_s, now_s)
-        self.replicas.count(home, 1)
+            self._forget(next(iter(self.programs)))
+        entry = self.programs[program] = FleetProgram(home, now_s, now_s)
+        self.homes[home] += 1
         return entry
 
     def _settle(self, entry: FleetProgram, home: ReplicaId) -> None:
-        """The program has another home."""
-        self.replicas.count(entry.home, -1)
-        self.replicas.count(home, 1)
-        entry.home = home
+        """The program's home is there from now on."""
+        if entry.home != home:
+            self.homes[entry.home] -= 1
+            self.homes[home] += 1
+            entry.home = home
 
-    def _forget(self, entry: FleetProgram) -> None:
-        del self.programs[entry.id]
-        self.replicas.count(entry.home, -1)
-
-
-def _recompute_s(entry: FleetProgram) -> float:
-    """Seconds to compute the program's context elsewhere. A tier that replicas share may bring it sooner, but
-    moves that count on that are slower (experiments/records/fleet-figures.md)."""
-    return UNMEASURED.prefill.seconds(entry.context_tokens, 0)
+    def _forget(self, program: ProgramId) -> None:
+        self.homes[self.programs.pop(program).home] -= 1

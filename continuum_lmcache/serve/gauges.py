@@ -1,13 +1,12 @@
-"""A replica's figures: those that vLLM and this package keep in its process, and two of a fleet's own."""
+"""A replica's figures: those that vLLM and this package keep in its process, and one of a fleet's own."""
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import REGISTRY, Counter
 
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
 TURNS = ("continuum_fleet_turns", "Prompts by the reason for their replica", ["why"])
-WAIT = ("continuum_fleet_wait_seconds", "What a later turn would wait before its prompt is computed", ())
-turns, wait = Counter(*TURNS), Gauge(*WAIT)
+turns = Counter(*TURNS)
 
 
 def requests() -> int:

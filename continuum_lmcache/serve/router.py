@@ -5,10 +5,10 @@ It replaces the program's name, which has a hash of the client's credentials in 
 hash. The state and the replicas see no other name. The key is in the application's config, which
 Serve's controller keeps: the same in all routers.
 
-It knows no program's home. While the state is away turns wait for the next one, PATIENCE_S at most since it
-went; then they go by Ray's ring, which puts a program's turns on one replica whichever proxy they pass, and
-the state learns of that home from the replica's report. A replica that this router does not see, since it
-died or drains, gets no turn: the state is asked again without it.
+It knows no program's home. While the state is away turns wait for the next one. If none comes they go by
+Ray's ring, which puts a program's turns on one replica whichever proxy they pass, and the state learns of
+that home from the replica's report. A replica that this router does not see, since it died or drains, gets
+no turn: the state is asked again without it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
@@ -29,12 +29,13 @@ from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NA
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
+from continuum_lmcache.fleet.fleet import Route
 from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
 
 logger = logging.getLogger("ray.serve")
 PATIENCE_S = 10.0  # for the state's answer, or another state: a new one waits 5 s for the replicas' reports
-RETRY_S = 1.0  # between two looks for another state; and for its answer, once the patience is over
-POLL_S = 0.1  # between two looks whether it was found
+SHORT_S = 0.2  # for its answer, once a turn has waited so long in vain
+POLL_S = 0.1  # between two looks for another state
 MOST_GONE = 8  # replicas that the state names for one turn, and that this router does not see
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
 
@@ -49,8 +50,8 @@ class ProgramRouter(ConsistentHashRouter):
         ApiKeys.hashes = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._state: Any = None
-        self._away_s: float | None = None  # since when the state has not answered
-        self._retry_at_s = 0.0
+        self._patience_s = PATIENCE_S
+        self._look_at_s = 0.0
         self._by_name: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -94,46 +95,39 @@ class ProgramRouter(ConsistentHashRouter):
 
     async def _ask_state(self, pending_request: PendingRequest, turn: TurnName) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or knows no replica that is here."""
-        now_s, gone = asyncio.get_running_loop().time, list[str]()
-        while len(gone) < MOST_GONE and (state := await self._state_actor()) is not None:
-            asked_s = now_s()
-            limit_s = PATIENCE_S if self._away_s is None else self._away_s + PATIENCE_S - asked_s
-            try:
-                placed = state.place_turn.remote(turn.program, not turn.stays, len(self._by_name), gone)
-                async with asyncio.timeout(max(limit_s, RETRY_S)):  # wait_for of 3.11 can lose a cancellation
-                    answer = await placed
-            except (RayError, TimeoutError) as error:
-                logger.warning("The fleet's state does not answer (%s): turns wait for the next one", error)
-                if self._state is state:
-                    self._state = None
-                    self._away_s = asked_s if self._away_s is None else self._away_s
-                    self._retry_at_s = now_s() + POLL_S
-                continue
-            self._away_s = None
-            if answer is None:
-                return None
-            if (chosen := self._by_name.get(answer.replica)) is not None:
-                turn = replace(
-                    turn, turns=answer.program_turns, age_s=answer.program_age_s, why=answer.why.value
-                )
-                pending_request.metadata.session_id = str(turn)
-                return chosen
-            gone.append(answer.replica)
+        gone: list[str] = []
+        try:
+            async with asyncio.timeout(self._patience_s):  # wait_for of Python 3.11 can lose a cancellation
+                while len(gone) < MOST_GONE:
+                    answer = await self._answer(turn, gone)
+                    self._patience_s = PATIENCE_S
+                    if answer is None:
+                        break
+                    if (chosen := self._by_name.get(answer.replica)) is not None:
+                        did = {"turns": answer.program_turns, "age_s": answer.program_age_s}
+                        pending_request.metadata.session_id = str(replace(turn, why=answer.why.value, **did))
+                        return chosen
+                    gone.append(answer.replica)
+        except TimeoutError:
+            logger.warning("The fleet's state does not answer: this router places turns by a hash meanwhile")
+            self._state, self._patience_s = None, SHORT_S
         return None
 
-    async def _state_actor(self) -> Any:
-        """The state's actor. None: it has been away for PATIENCE_S, and is not back."""
-        now_s = asyncio.get_running_loop().time
-        while self._state is None:
-            if now_s() >= self._retry_at_s:
-                self._retry_at_s = now_s() + RETRY_S
+    async def _answer(self, turn: TurnName, gone: list[str]) -> Route | None:
+        """The state's, or its successor's."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            if self._state is None and now_s >= self._look_at_s:
+                self._look_at_s = now_s + POLL_S
                 self._state = self._find_state()
-                self._away_s = now_s() if self._state is None and self._away_s is None else self._away_s
-            elif self._away_s is not None and now_s() >= self._away_s + PATIENCE_S:
-                return None
-            else:
-                await asyncio.sleep(POLL_S)
-        return self._state
+            if (state := self._state) is not None:
+                try:
+                    asked = turn.program, not turn.stays, len(self._by_name), gone
+                    found: Route | None = await state.place_turn.remote(*asked)
+                    return found
+                except RayError:
+                    self._state = None if self._state is state else self._state
+            await asyncio.sleep(POLL_S)
 
     def _find_state(self) -> Any:
         """The actor by its name; None: it does not exist at the moment."""

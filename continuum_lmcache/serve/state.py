@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from continuum_lmcache.fleet.fleet import Fleet, KnownProgram, Route
-from continuum_lmcache.fleet.least_busy import REPORT_AGE_S, ReplicaReport
+from continuum_lmcache.fleet.fleet import REPORT_AGE_S, Fleet, KnownProgram, ReplicaReport, Route
 from continuum_lmcache.types import ProgramId
 
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
@@ -43,17 +42,14 @@ class FleetState:
         return self.fleet.on_arrival(self.now_s(), ProgramId(program) or None, gone, may_move)
 
     async def take_report(
-        self,
-        report: ReplicaReport,
-        programs: Iterable[KnownProgram],
-        is_complete: bool,
+        self, report: ReplicaReport, programs: Iterable[KnownProgram], state: str = ""
     ) -> str:
-        """A replica's report, with its programs that have changed, or with all of them. The answer is this
-        state's name: to a new name the replica must report all."""
+        """A replica's report, with its programs that have changed since its last one, or all of them.
+        `state`: the one that has heard of all, "" for none. The answer is the same now; "": report all."""
         self.fleet.on_report(self.now_s(), report, programs)
-        if is_complete:
+        if not state:
             self._restored.add(report.replica)
-        return self.name
+        return self.name if state in ("", self.name) else ""
 
     async def snapshot(self) -> dict[str, Any]:
         """The state for GET /fleet, in JSON's types. It has no program's name."""
@@ -63,9 +59,9 @@ class FleetState:
                 "replica": name,
                 **state.report.about,
                 "report_age_seconds": round(now_s - state.heard_s, 3),
-                "programs": fleet.replicas.homes[name],
+                "programs": fleet.homes[name],
                 "requests": state.requests,
-                "wait_seconds": state.wait_s,
+                "wait_seconds": state.report.wait_s,
             }
             for name, state in fleet.replicas.items()
         ]

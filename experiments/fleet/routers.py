@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from continuum_lmcache.fleet.fleet import Fleet
-from continuum_lmcache.fleet.least_busy import ReplicaId, ReplicaReport
+from continuum_lmcache.fleet.fleet import Fleet, ReplicaId, ReplicaReport
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 from experiments.fleet.replica import Replica, Turn
 
 REPORT_S = 0.5  # how often replicas report to ours, as on Ray Serve
@@ -37,7 +36,7 @@ class Router:
     def first_token(self, _turn: Turn, _replica: int) -> None:
         """A turn's prompt is computed."""
 
-    def ended(self, _now_s: float, _turn: Turn, _replica: Replica, _context_tokens: int) -> None:
+    def ended(self, _now_s: float, _turn: Turn, _replica: Replica) -> None:
         """A turn has been answered."""
 
 
@@ -115,7 +114,7 @@ class Ear(Sticky):
 
 
 class Ours(Router):
-    """The product's fleet, with the product's reports: of each REPORT_S, and as a turn ends.
+    """The product's fleet, with the product's reports, of each REPORT_S.
 
     `waits`: whether replicas report what a turn waits there, so that programs move; None: stock engines do.
     """
@@ -134,20 +133,19 @@ class Ours(Router):
         route = self.fleet.on_arrival(now_s, program)
         assert route is not None, "replicas have reported"
         self._programs[int(route.replica)].on_start(
-            now_s, TurnId(turn.id), program, route.program_turns, route.program_age_s, turn.prompt_tokens
+            now_s, turn.id, [program], route.program_turns, route.program_age_s
         )
         return int(route.replica)
 
     def first_token(self, turn: Turn, replica: int) -> None:
-        self._programs[replica].on_first_token(TurnId(turn.id))
+        self._programs[replica].on_first_token(turn.id)
 
-    def ended(self, now_s: float, turn: Turn, replica: Replica, context_tokens: int) -> None:
-        self._programs[replica.index].on_stop(TurnId(turn.id), context_tokens, turn.is_last)
-        self._report(now_s, replica)
+    def ended(self, _now_s: float, turn: Turn, replica: Replica) -> None:
+        self._programs[replica.index].on_stop(turn.id, [ProgramId(turn.program)], True, turn.is_last)
 
     def _report(self, now_s: float, replica: Replica) -> None:
         """From the figures that a replica has on Ray Serve. A slow replica does not report its speed."""
-        programs = self._programs.setdefault(replica.index, ReplicaPrograms(most=100_000))
+        programs = self._programs.setdefault(replica.index, ReplicaPrograms())
         waits = not hasattr(replica.scheduler, "_engine") if self._waits is None else self._waits
         wait_s = programs.wait_s(now_s) if waits else None
         report = ReplicaReport(ReplicaId(str(replica.index)), replica.counted, wait_s)
