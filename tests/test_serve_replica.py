@@ -35,8 +35,8 @@ class ReportingReplica:
         self.state = "state"
         self.rank, self._name = 0, "a"
         self._engine = SimpleNamespace(report_prefills=lambda: None, is_ours=True)
-        self._changed = asyncio.Event()
-        self._programs = ReplicaPrograms(on_change=self._changed.set)
+        self._hurry = asyncio.Event()
+        self._programs = ReplicaPrograms()
 
     async def _call(
         self, method: str, report: ReplicaReport, programs: list[KnownProgram], heard: str
@@ -48,7 +48,7 @@ class ReportingReplica:
 
     def answers(self, *names: str) -> None:
         for name in names:
-            prompt = TurnPrompt(self._programs, KEY, TurnName(name))
+            prompt = TurnPrompt(self._programs, self._hurry, KEY, TurnName(name))
             prompt.on_start(SimpleNamespace(extra_args=None), f"resp_{name}")
             prompt.on_stop(is_finished=True)
 
@@ -81,7 +81,7 @@ async def test_a_replica_reports_each_period_and_soon_after_an_answer_is_stored_
 def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
     programs = ReplicaPrograms()
     for number, request_id in enumerate(("resp_0a1b", "resp_0a1c_1", "cmpl-0a1d")):
-        prompt = TurnPrompt(programs, KEY, TurnName(f"p{number}", turns=number))
+        prompt = TurnPrompt(programs, asyncio.Event(), KEY, TurnName(f"p{number}", turns=number))
         prompt.on_start(SimpleNamespace(extra_args=None), request_id)
     found = {known.program: known.turns for known in programs.report(0.0, is_complete=True)}
     answers = {hidden("resp_0a1b", KEY): 0, hidden("resp_0a1c", KEY): 1}
@@ -90,7 +90,7 @@ def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
 
 def test_prompts_are_counted_by_the_reason_for_their_replica() -> None:
     before = REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) or 0.0
-    prompt = TurnPrompt(ReplicaPrograms(), KEY, TurnName("p", why="moved"))
+    prompt = TurnPrompt(ReplicaPrograms(), asyncio.Event(), KEY, TurnName("p", why="moved"))
     prompt.on_start(SimpleNamespace(extra_args=None), "cmpl-1")
     assert REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) == before + 1
 

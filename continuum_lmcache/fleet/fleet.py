@@ -130,10 +130,6 @@ class Fleet:
         self._circle: list[ReplicaId] = []  # the replicas
         self._next = 0  # place there of the next one to look at
 
-    @property
-    def most_programs(self) -> int:
-        return max(MOST_PROGRAMS, PROGRAMS_A_REPLICA * len(self.replicas))
-
     def on_report(self, now_s: float, report: ReplicaReport, programs: Iterable[KnownProgram] = ()) -> None:
         """A replica's report, with its programs that have changed; the first one adds the replica."""
         if report.replica not in self.replicas:
@@ -228,7 +224,7 @@ class Fleet:
         entry.seen_s = max(entry.seen_s, began_s)
 
     def _add(self, now_s: float, program: ProgramId, home: ReplicaId) -> FleetProgram:
-        if len(self.programs) >= self.most_programs:
+        if len(self.programs) >= max(MOST_PROGRAMS, PROGRAMS_A_REPLICA * len(self.replicas)):
             self._forget(next(iter(self.programs)))
         entry = self.programs[program] = FleetProgram(home, now_s, now_s)
         self.homes[home] += 1

@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -66,8 +65,7 @@ class Replica:
         """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
         listen_on_node_address_only()
         self._settings, self._lmcache_servers = settings, lmcache_servers
-        self._changed = asyncio.Event()  # since the last report
-        self._programs = ReplicaPrograms(on_change=self._changed.set)
+        self._programs, self._hurry = ReplicaPrograms(), asyncio.Event()  # to report now
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
@@ -80,7 +78,12 @@ class Replica:
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
         key = bytes.fromhex(self._settings.key)
-        watch = partial(TurnPrompt.of_this_request, self._programs, key)
+
+        def watch() -> TurnPrompt:
+            """The prompt of the request whose task this is."""
+            turn = TurnName.parse(_get_serve_request_context().session_id)
+            return TurnPrompt(self._programs, self._hurry, key, turn)
+
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
@@ -124,21 +127,21 @@ class Replica:
         is, and its programs that have changed; to a new state all of them."""
         state = ""  # which has heard of all programs here
         while True:
-            self._changed.clear()
+            self._hurry.clear()
             self._engine.report_prefills()
-            now_s, heard = time.monotonic(), state
+            now_s = time.monotonic()
             programs = self._programs.report(now_s, is_complete=not state)
             try:
                 state = await self._call("take_report", self._figures(now_s), programs, state)
             except NO_STATE as error:
-                state = ""
-                if heard:  # logged once, not each half second
+                if state:  # logged once, not each half second
                     logger.warning("The fleet's state does not answer (%s); the next one gets all", error)
+                state = ""
             else:
                 if not state:
                     continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REPORT_S)
+                await asyncio.wait_for(self._hurry.wait(), REPORT_S)
                 await asyncio.sleep(GATHER_S)
 
     def _figures(self, now_s: float) -> ReplicaReport:
@@ -151,15 +154,10 @@ class Replica:
 class TurnPrompt:
     """A prompt of a turn that the router sent here (watched_server.Prompt)."""
 
-    def __init__(self, programs: ReplicaPrograms, key: bytes, turn: TurnName) -> None:
-        """`key`: of the programs' names."""
-        self._programs, self._key, self._turn = programs, key, turn
+    def __init__(self, programs: ReplicaPrograms, hurry: asyncio.Event, key: bytes, turn: TurnName) -> None:
+        """`hurry`: is set when the state should hear of this prompt soon; `key`: of the programs' names."""
+        self._programs, self._hurry, self._key, self._turn = programs, hurry, key, turn
         self._names = [ProgramId(turn.program)] if turn.program else []
-
-    @classmethod
-    def of_this_request(cls, programs: ReplicaPrograms, key: bytes) -> TurnPrompt:
-        """The prompt of the request whose task this is."""
-        return cls(programs, key, TurnName.parse(_get_serve_request_context().session_id))
 
     def on_start(self, sampling_params: Any, request_id: str) -> None:
         """Pass on to the engine what the program did elsewhere. The next turn may call the program by the id
@@ -167,9 +165,8 @@ class TurnPrompt:
         turn, response = self._turn, RESPONSE.fullmatch(request_id)
         if response:
             self._names.append(hidden(response[1], self._key))
+            self._hurry.set()
         self._programs.on_start(time.monotonic(), self, self._names, turn.turns, turn.age_s)
-        if response:
-            self._programs.on_change()
         gauges.turns.labels(turn.why).inc()
         sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from continuum_lmcache.bounded_dict import BoundedDict
@@ -20,10 +20,8 @@ class _Program:
 
 @dataclass(slots=True)
 class ReplicaPrograms:
-    """The programs of this replica by their names: those idle longest are dropped. `on_change` is called
-    when the state should hear soon."""
+    """The programs of this replica by their names: those idle longest are dropped."""
 
-    on_change: Callable[[], None] = lambda: None
     _programs: BoundedDict[ProgramId, _Program] = field(default_factory=lambda: BoundedDict(MOST_PROGRAMS))
     _changed: dict[ProgramId, None] = field(default_factory=dict)
     _waiting_since_s: dict[object, float] = field(default_factory=dict)  # by prompt: those without a token

@@ -79,19 +79,14 @@ class ProgramRouter(ConsistentHashRouter):
         if turn.program and not is_retry:  # on a retry it was done already
             turn = replace(turn, program=hidden(turn.program, self._key))
             pending_request.metadata.session_id = str(turn)
-        if turn.rank is not None:
-            return await self._of_rank(pending_request, turn.rank)
+        if turn.rank is not None:  # if none has this rank, any: its answer names it
+            for replica in self._by_name.values():
+                if replica.replica_metadata.get("rank") == turn.rank:
+                    return replica
         if is_retry:
             await self._backoff(FULL_BACKOFF)
         chosen = await self._ask_state(pending_request, turn) if turn.is_turn else None
         return chosen or await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-
-    async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
-        """The requested replica; if none has this rank, any: its answer names it."""
-        for replica in self._by_name.values():
-            if replica.replica_metadata.get("rank") == rank:
-                return replica
-        return await super()._choose_replica_for_request(pending_request)
 
     async def _ask_state(self, pending_request: PendingRequest, turn: TurnName) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or knows no replica that is here."""
@@ -104,8 +99,9 @@ class ProgramRouter(ConsistentHashRouter):
                     if answer is None:
                         break
                     if (chosen := self._by_name.get(answer.replica)) is not None:
-                        did = {"turns": answer.program_turns, "age_s": answer.program_age_s}
-                        pending_request.metadata.session_id = str(replace(turn, why=answer.why.value, **did))
+                        turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
+                        turn = replace(turn, turns=turns, age_s=age_s, why=why)
+                        pending_request.metadata.session_id = str(turn)
                         return chosen
                     gone.append(answer.replica)
         except TimeoutError:
@@ -123,8 +119,7 @@ class ProgramRouter(ConsistentHashRouter):
             if (state := self._state) is not None:
                 try:
                     asked = turn.program, not turn.stays, len(self._by_name), gone
-                    found: Route | None = await state.place_turn.remote(*asked)
-                    return found
+                    return await state.place_turn.remote(*asked)  # type: ignore[no-any-return]
                 except RayError:
                     self._state = None if self._state is state else self._state
             await asyncio.sleep(POLL_S)

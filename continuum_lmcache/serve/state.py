@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from continuum_lmcache.fleet.fleet import REPORT_AGE_S, Fleet, KnownProgram, ReplicaReport, Route
+from continuum_lmcache.fleet.fleet import Fleet, KnownProgram, ReplicaReport, Route
 from continuum_lmcache.types import ProgramId
 
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
@@ -70,5 +70,4 @@ class FleetState:
             "state": self.name,
             "replicas": sorted(replicas, key=lambda row: row.get("rank", math.inf)),
             "turns": {why.value: n for why, n in fleet.routes.items()},
-            "config": {"report_age_s": REPORT_AGE_S},
         }

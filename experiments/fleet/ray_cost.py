@@ -1,0 +1,132 @@
+"""What a turn costs Ray's proxy and the fleet's state.    python -m experiments.fleet.ray_cost
+
+A real Ray Serve with the product's names, router, state and reports; its replicas answer at once instead of
+running vLLM. CPU time of the processes, which other load on the machine does not change, and latency, which
+it does. Needs an environment with Ray (docs/ray.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import psutil
+import ray
+import typer
+from ray import serve
+from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport
+from continuum_lmcache.serve import app
+from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.replica import Replica, ReplicaHeader
+from continuum_lmcache.serve.settings import ServeSettings
+from continuum_lmcache.types import ProgramId
+from experiments.server import reserved_port
+from experiments.sim.result import percentile
+from experiments.tables import markdown
+
+REPORTS = 2000
+PROCESSES = "ray::ProxyActor", "ray::FleetState"
+STATE_OF = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}default::vllm::"
+PROMPT = "x" * 20_000  # 5,000 tokens of text
+
+
+class Answering(Replica):
+    """A replica without an engine: each turn is answered at once, and reports go to the state."""
+
+    async def __serve_build_asgi_app__(self) -> ReplicaHeader:
+        async def healthy() -> None:
+            """It always is."""
+
+        self._engine = SimpleNamespace(
+            report_prefills=lambda: None, is_ours=True, check_health=healthy, shutdown=lambda: None
+        )
+        prompts = count()
+
+        async def turn(_request: Any) -> PlainTextResponse:
+            name = TurnName.parse(serve.context._get_serve_request_context().session_id)
+            prompt, names = next(prompts), [name.program]
+            self._programs.on_start(time.monotonic(), prompt, names, name.turns, name.age_s)
+            self._programs.on_stop(prompt, names, True, name.is_last)
+            return PlainTextResponse("done")
+
+        self._reporting = asyncio.create_task(self._report())
+        return ReplicaHeader(Starlette(routes=[Route("/v1/completions", turn, methods=["POST"])]), self._name)
+
+
+def cpu_s(name: str) -> float:
+    """CPU seconds so far of the one process below this whose command line begins so."""
+    found = [
+        p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] and name in p.cmdline()[0]
+    ]
+    assert len(found) == 1, f"{name}: {len(found)} processes"
+    times = found[0].cpu_times()
+    return times.user + times.system
+
+
+async def turns(url: str, programs: int, turns: int, at_once: int) -> list[float]:
+    """Latency of each turn, seconds."""
+    found: list[float] = []
+    gate = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def program(number: int) -> None:
+            async with gate:
+                for _ in range(turns):
+                    begin_s = time.monotonic()
+                    body = {"model": "m", "prompt": PROMPT, "job_id": f"run-{number}"}
+                    (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
+                    found.append(time.monotonic() - begin_s)
+
+        await asyncio.gather(*(program(number) for number in range(programs)))
+    return found
+
+
+async def reports(state: Any) -> list[float]:
+    """Latency of reports of a thousand replicas, each with a program that has changed."""
+    found = []
+    for number in range(REPORTS):
+        begin_s, report = time.monotonic(), ReplicaReport(ReplicaId(f"far-{number % 1000}"))
+        await state.take_report.remote(report, [KnownProgram(ProgramId(f"p{number}"))], "another")
+        found.append(time.monotonic() - begin_s)
+    return found
+
+
+def main(programs: int = 400, turns_each: int = 5, at_once: int = 8) -> None:
+    """Run, and print a table in Markdown."""
+    app.prepare()
+    port = reserved_port()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    settings = ServeSettings("m", replicas=2, gpus=0, cpus=0.1, key="00" * 32)
+    serve.run(app.deployment(settings, Answering).bind(settings))
+    url = f"http://127.0.0.1:{port}"
+    asyncio.run(turns(url, 20, 3, at_once))  # warm
+    lines = [["", "calls", "a second", "P50, ms", "P99, ms", "proxy, CPU ms a call", "state, CPU ms a call"]]
+    [name] = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if STATE_OF in n["name"]]
+    state = ray.get_actor(name, namespace=SERVE_NAMESPACE)
+    for what, calls in (
+        ("turns", lambda: turns(url, programs, turns_each, at_once)),
+        ("reports", lambda: reports(state)),
+    ):
+        before, begin_s = [cpu_s(each) for each in PROCESSES], time.monotonic()
+        found = asyncio.run(calls())
+        took_s, n = time.monotonic() - begin_s, len(found)
+        cpu_ms = [1e3 * (cpu_s(each) - b) / n for each, b in zip(PROCESSES, before, strict=True)]
+        latency_ms = [1e3 * percentile(found, q) for q in (50, 99)]
+        lines.append([what, f"{n}", f"{n / took_s:.0f}", *(f"{ms:.1f}" for ms in latency_ms + cpu_ms)])
+    print(markdown(lines))
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    typer.run(main)
