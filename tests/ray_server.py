@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas share the cores
     LOOPBACK: "0",  # listen on 127.0.0.1 alone
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray kills a proxy that needs more than 5 s, thrice
 }
 OPTIONS = (
     *("--served-model-name", "tiny", "--scheduling-policy", "continuum", "--enforce-eager", "--seed", "0"),
