@@ -8,6 +8,7 @@ it does. Needs an environment with Ray (docs/ray.md).
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from itertools import count
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import typer
 from ray import serve
 from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport
@@ -53,29 +54,37 @@ class Answering(Replica):
 
         async def turn(_request: Any) -> PlainTextResponse:
             name = TurnName.parse(serve.context._get_serve_request_context().session_id)
-            prompt, names = next(prompts), [name.program]
+            prompt, names = next(prompts), [ProgramId(name.program)]
             self._programs.on_start(time.monotonic(), prompt, names, name.turns, name.age_s)
             self._programs.on_stop(prompt, names, True, name.is_last)
             return PlainTextResponse("done")
 
+        async def fleet(_request: Any) -> Response:
+            return await self.fleet()
+
         self._reporting = asyncio.create_task(self._report())
-        return ReplicaHeader(Starlette(routes=[Route("/v1/completions", turn, methods=["POST"])]), self._name)
+        routes = [Route("/v1/completions", turn, methods=["POST"]), Route("/fleet", fleet)]
+        return ReplicaHeader(Starlette(routes=routes), self._name)
+
+
+def process_of(name: str) -> psutil.Process:
+    """The one process below this whose command line begins so."""
+    (found,) = [p for p in psutil.Process().children(recursive=True) if name in "".join(p.cmdline()[:1])]
+    return found
 
 
 def cpu_s(name: str) -> float:
-    """CPU seconds so far of the one process below this whose command line begins so."""
-    found = [
-        p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] and name in p.cmdline()[0]
-    ]
-    assert len(found) == 1, f"{name}: {len(found)} processes"
-    times = found[0].cpu_times()
-    return times.user + times.system
+    """Its CPU seconds so far."""
+    times = process_of(name).cpu_times()
+    return float(times.user + times.system)
 
 
-async def turns(url: str, programs: int, turns: int, at_once: int) -> list[float]:
-    """Latency of each turn, seconds."""
+async def turns(
+    url: str, programs: int, turns: int, at_once: int, homes: dict[int, set[str]] | None = None
+) -> list[float]:
+    """Latency of each turn, seconds. `homes`: by program, gets the replicas that answered."""
     found: list[float] = []
-    gate = asyncio.Semaphore(at_once)
+    gate, homes = asyncio.Semaphore(at_once), {} if homes is None else homes
     async with httpx.AsyncClient(timeout=120) as client:
 
         async def program(number: int) -> None:
@@ -83,8 +92,9 @@ async def turns(url: str, programs: int, turns: int, at_once: int) -> list[float
                 for _ in range(turns):
                     begin_s = time.monotonic()
                     body = {"model": "m", "prompt": PROMPT, "job_id": f"run-{number}"}
-                    (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
+                    answer = (await client.post(f"{url}/v1/completions", json=body)).raise_for_status()
                     found.append(time.monotonic() - begin_s)
+                    homes.setdefault(number, set()).add(answer.headers["x-continuum-replica"])
 
         await asyncio.gather(*(program(number) for number in range(programs)))
     return found
@@ -101,7 +111,8 @@ async def reports(state: Any) -> list[float]:
 
 
 def main(programs: int = 400, turns_each: int = 5, at_once: int = 8) -> None:
-    """Run, and print a table in Markdown."""
+    """Run, and print a table in Markdown; then kill the state under its programs."""
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     app.prepare()
     port = reserved_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -113,8 +124,9 @@ def main(programs: int = 400, turns_each: int = 5, at_once: int = 8) -> None:
     lines = [["", "calls", "a second", "P50, ms", "P99, ms", "proxy, CPU ms a call", "state, CPU ms a call"]]
     [name] = [n["name"] for n in ray.util.list_named_actors(all_namespaces=True) if STATE_OF in n["name"]]
     state = ray.get_actor(name, namespace=SERVE_NAMESPACE)
+    homes: dict[int, set[str]] = {}
     for what, calls in (
-        ("turns", lambda: turns(url, programs, turns_each, at_once)),
+        ("turns", lambda: turns(url, programs, turns_each, at_once, homes)),
         ("reports", lambda: reports(state)),
     ):
         before, begin_s = [cpu_s(each) for each in PROCESSES], time.monotonic()
@@ -124,6 +136,12 @@ def main(programs: int = 400, turns_each: int = 5, at_once: int = 8) -> None:
         latency_ms = [1e3 * percentile(found, q) for q in (50, 99)]
         lines.append([what, f"{n}", f"{n / took_s:.0f}", *(f"{ms:.1f}" for ms in latency_ms + cpu_ms)])
     print(markdown(lines))
+    process_of(PROCESSES[1]).kill()
+    found = asyncio.run(turns(url, programs, 1, at_once, homes))
+    kept = sum(len(replicas) == 1 for replicas in homes.values())
+    print(
+        f"\nthe state was killed: longest turn {max(found):.1f} s, {kept} of {programs} programs kept theirs"
+    )
     serve.shutdown()
     ray.shutdown()
 
