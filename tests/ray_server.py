@@ -28,6 +28,7 @@ ENVIRONMENT = {
     LOOPBACK: "0",  # listen on 127.0.0.1 alone
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray kills a proxy that needs more than 5 s, thrice
+    "RAY_raylet_start_wait_time_s": "300",
 }
 OPTIONS = (
     *("--served-model-name", "tiny", "--scheduling-policy", "continuum", "--enforce-eager", "--seed", "0"),
@@ -47,12 +48,8 @@ def config(model: Path, port: int, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serve_fleet(
-    model: Path, folder: Path, start_s: float = 600.0, cluster: str = "", a_node: int = 0, **args: Any
-) -> Iterator[str]:
+def serve_fleet(model: Path, folder: Path, start_s: float = 600.0, **args: Any) -> Iterator[str]:
     """Serve and yield the base URL (without /v1) once all replicas have reported. `args`: of app.py.
-
-    `cluster`: the address of a Ray that runs; "": one is started. `a_node`: replicas there, at most; 0: any.
 
     Raises ServerError with the log's tail if it ends first or is not up within `start_s`.
     """
@@ -60,14 +57,9 @@ def serve_fleet(
     folder.mkdir(parents=True, exist_ok=True)
     port, path, log = reserved_port(), folder / "ray.yaml", folder / "ray.log"
     page = config(model, port, args)
-    if a_node:
-        page["applications"][0]["deployments"][0]["max_replicas_per_node"] = a_node
     path.write_text(yaml.safe_dump(page))
     environment = {**os.environ, **ENVIRONMENT}
     environment.pop("RAY_ADDRESS", None)
-    if cluster:
-        environment["RAY_ADDRESS"] = cluster
-        del environment[LOOPBACK]
     command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(path)]
     process = begun(command, environment, log)
     replicas = page["applications"][0]["args"]["replicas"]

@@ -33,7 +33,7 @@ from continuum_lmcache.fleet.fleet import Route
 from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
 
 logger = logging.getLogger("ray.serve")
-PATIENCE_S = 10.0  # for the state's answer, or another state: a new one waits 5 s for the replicas' reports
+PATIENCE_S = 30.0  # for the state's answer, or its successor's: Ray may need 10 s to start one
 SHORT_S = 0.2  # for its answer, once a turn has waited so long in vain
 POLL_S = 0.1  # between two looks for another state
 MOST_GONE = 8  # replicas that the state names for one turn, and that this router does not see
