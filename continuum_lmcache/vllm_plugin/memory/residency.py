@@ -11,7 +11,7 @@ from typing import Any
 from vllm.v1.request import Request
 
 from continuum_lmcache.programs.turns import Turn
-from continuum_lmcache.reload.tier_store import Prefix, TierHit, TierStore
+from continuum_lmcache.reload.tier_store import NOTHING, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency
 
 
@@ -59,5 +59,7 @@ class ResidencyLookup:
         self.returned_tokens["none"] += left_tokens
 
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
+        if not self.has_tiers:
+            return NOTHING
         token_ids = request.all_token_ids[:tokens]
         return self.store.locate(Prefix(token_ids, request.block_hashes, request.cache_salt or ""))
