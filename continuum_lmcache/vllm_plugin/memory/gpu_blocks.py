@@ -4,7 +4,8 @@ Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_block
 BlockPool.touch / free_blocks / get_num_free_blocks / free_block_queue, its remove / prepend_n,
 BlockPool.evict_blocks / blocks, each SingleTypeKVCacheManager's req_to_blocks and num_cached_block,
 KVCacheBlock.ref_cnt / is_null / _block_hash (`block_hash` is a call for each block of each turn).
-A null block has no hash. Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing, and .eagle_group_ids.
+A null block has no hash. Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing, and
+.eagle_group_ids.
 """
 
 from __future__ import annotations

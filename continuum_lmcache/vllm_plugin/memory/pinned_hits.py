@@ -29,7 +29,7 @@ HASH = attrgetter("_block_hash")
 
 
 class PinnedHits:
-    """Replaces the two methods of one manager, whose layers all keep all tokens; of others it does nothing."""
+    """Replaces the two methods of one manager, if its layers all keep all tokens."""
 
     def __init__(self, manager: KVCacheManager, turns: TurnTable, pins: PinTable) -> None:
         self._turns, self._pins, coordinator = turns, pins, manager.coordinator
