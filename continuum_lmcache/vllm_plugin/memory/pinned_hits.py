@@ -12,7 +12,6 @@ make_block_hash_with_group_id; KVCacheBlock._block_hash, which is reset before a
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -54,7 +53,7 @@ class PinnedHits:
         finally:
             self._pinned = []
 
-    def find_longest_cache_hit(self, block_hashes: Sequence[Any], max_cache_hit_length: int) -> Any:
+    def find_longest_cache_hit(self, block_hashes: list[Any], max_cache_hit_length: int) -> Any:
         """(hit blocks of each group, their tokens, ...), as vLLM answers it."""
         pinned = self._pinned
         most = min(len(pinned), len(block_hashes), max_cache_hit_length // self._block_tokens)

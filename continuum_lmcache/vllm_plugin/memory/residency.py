@@ -6,6 +6,7 @@ A connector that does not report where KV is counts as no tier: what the GPU los
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import Request
@@ -61,5 +62,7 @@ class ResidencyLookup:
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
         if not self.has_tiers:
             return NOTHING
-        token_ids = request.all_token_ids[:tokens]
+        token_ids: Sequence[int] = request.all_token_ids
+        if tokens < len(token_ids):
+            token_ids = token_ids[:tokens]
         return self.store.locate(Prefix(token_ids, request.block_hashes, request.cache_salt or ""))
