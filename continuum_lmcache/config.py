@@ -17,6 +17,7 @@ from continuum_lmcache.errors import ConfigError
 
 PREFIX = "continuum."
 ENV_PREFIX = "CONTINUUM_"
+METRICS_PORT_OFFSET = 10_000  # from the HTTP server's port to that of `metrics_port`
 # Kubernetes puts these into every pod that has a Service whose name begins with "continuum"
 KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
@@ -29,7 +30,7 @@ class ContinuumConfig:
     static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
     max_ttl_s: float = 300.0  # no pin lasts longer, with any policy
     max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
-    max_tenant_share: float = 1.0  # share of max_pinned_share that one cache_salt or API key may hold
+    max_tenant_share: float = 1.0  # share of max_pinned_share that one API key may hold; without keys: all
     first_token_limit_s: float = 30.0  # the longest wait, if all turns wait equally; 0: programs keep places
     admission_max_hold_s: float = 180.0  # a wait from which programs that have had their slice give way
     pin_reclaim_after_s: float = 120.0  # a turn refused blocks for this long may take other programs' pins
@@ -42,9 +43,11 @@ class ContinuumConfig:
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
+    metrics_port: int = 0  # of our metrics behind a HTTP server in Rust; 0: 10,000 above its own (clients.md)
     record_ids: bool = False  # recordings have the clients' ids of programs and turns in place of hashes
 
     def __post_init__(self) -> None:
+        require(0 <= self.metrics_port < 65_536, PREFIX + "metrics_port", self.metrics_port, "a port")
         for key in KEYS:
             name, value = PREFIX + key, getattr(self, key)
             require(not key.endswith("_s") or value >= 0, name, value, "a number of seconds >= 0")

@@ -20,7 +20,7 @@ from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.engine import REFRESH_S
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 from continuum_lmcache.vllm_plugin import scheduler
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
 
@@ -379,7 +379,7 @@ def test_a_program_whose_end_was_claimed_is_the_same_one_when_it_comes_back_and_
     back = bench.send("p", prompt(80, 1))
     turn = bench.engine.turns[back]
     assert turn.in_line and turn.program.arrival_s < began_s
-    assert bench.engine.end_claims.wrong == {"": 1}
+    assert bench.engine.end_claims[""].wrong == 1
 
 
 # the chunk budget -------------------------------------------------------------

@@ -65,4 +65,5 @@ class ResidencyLookup:
         token_ids: Sequence[int] = request.all_token_ids
         if tokens < len(token_ids):
             token_ids = token_ids[:tokens]
-        return self.store.locate(Prefix(token_ids, request.block_hashes, request.cache_salt or ""))
+        salt, adapter = request.cache_salt or "", request.lora_request
+        return self.store.locate(Prefix(token_ids, request.block_hashes, salt, adapter))
