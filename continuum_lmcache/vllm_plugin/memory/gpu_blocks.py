@@ -38,7 +38,7 @@ class GpuBlocks:
         self.tokens_per_block: float = block_tokens
         self._ended_tokens = self._ended_blocks = 0.0  # of turns that ended, the latest ones most
         self._to_evict_first: list[KVCacheBlock] = []  # of an ended program, once they are free
-        self._to_hold: Sequence[int] = ()  # of a new pin, once its turn's request is freed
+        self.to_hold: Sequence[int] = ()  # of a new pin, once its turn's request is freed
 
     def on_turn_end(self, request_id: str, tokens: int) -> None:
         """A turn is about to free its blocks; they hold the KV of so many tokens."""
@@ -80,22 +80,18 @@ class GpuBlocks:
             )
         return [b.block_id for group in groups for b in group if b._block_hash is not None]
 
-    def hold_freed(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks of a request that is about to be freed."""
-        self._to_hold = block_ids
-
     def take_over(self, request_id: str) -> None:
         """The request's blocks are freed next. If they begin with those to hold, these keep its references:
         so none is counted up and down again."""
-        count, own = len(self._to_hold), self._kinds[0].req_to_blocks.get(request_id, [])
-        if self.keeps_all and 0 < count <= len(own) and own[count - 1].block_id == self._to_hold[-1]:
+        count, own = len(self.to_hold), self._kinds[0].req_to_blocks.get(request_id, [])
+        if self.keeps_all and 0 < count <= len(own) and own[count - 1].block_id == self.to_hold[-1]:
             self._kinds[0].req_to_blocks[request_id] = own[count:]
-            self._to_hold = ()
+            self.to_hold = ()
 
     def on_freed(self) -> None:
         """The request was freed, or a connector still stores its blocks and frees them later."""
-        self.hold(self._to_hold)
-        self._to_hold = ()
+        self.hold(self.to_hold)
+        self.to_hold = ()
         self._evict_first()
 
     def hold(self, block_ids: Sequence[int]) -> None:

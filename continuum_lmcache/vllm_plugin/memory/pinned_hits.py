@@ -41,15 +41,13 @@ class PinnedHits:
         manager.get_computed_blocks = self.get_computed_blocks  # type: ignore[method-assign]
         coordinator.find_longest_cache_hit = self.find_longest_cache_hit  # type: ignore[method-assign]
 
-    def get_computed_blocks(self, request: Request) -> Any:
+    def get_computed_blocks(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, which calls `find_longest_cache_hit`."""
         turn = self._turns.get(TurnId(request.request_id))
         pin = self._pins.pinned.get(turn.program.id) if turn is not None else None
-        if pin is None:
-            return self._get(request)
-        self._pinned = [self._all_blocks[i] for i in pin.block_ids]
+        self._pinned = [self._all_blocks[i] for i in pin.block_ids] if pin is not None else []
         try:
-            return self._get(request)
+            return self._get(request, *args, **kwargs)
         finally:
             self._pinned = []
 
