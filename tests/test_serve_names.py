@@ -24,7 +24,7 @@ from continuum_lmcache.serve.names import (
     NO_TURN,
     ApiKeys,
     NameTurns,
-    TurnHeader,
+    TurnName,
     middlewares,
     turn_name,
 )
@@ -36,7 +36,7 @@ POST = {"type": "http", "method": "POST", "path": "/v1/completions", "query_stri
 
 def through(
     body: bytes, headers: dict[str, str] | None = None, parts: int = 1, **scope: Any
-) -> tuple[TurnHeader, bytes, dict[str, str]]:
+) -> tuple[TurnName, bytes, dict[str, str]]:
     """A request that passes the middleware: the router's name of it, its body and its headers afterwards."""
     seen: dict[str, Any] = {}
     step = -(-len(body) // parts) or 1
@@ -57,7 +57,7 @@ def through(
 
     raw = [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
     asyncio.run(NameTurns(app)(POST | scope | {"headers": raw}, receive, None))  # type: ignore[arg-type]
-    return TurnHeader.parse(seen["headers"].pop(HEADER)), seen["body"], seen["headers"]
+    return TurnName.parse(seen["headers"].pop(HEADER)), seen["body"], seen["headers"]
 
 
 def body(**fields: Any) -> bytes:
@@ -68,7 +68,7 @@ def test_a_program_named_in_the_body_is_recognised_and_the_body_arrives_as_it_wa
     sent = body(job_id="run-42", is_last_step=True)
     for parts in (1, 3):
         turn, got, _ = through(sent, parts=parts)
-        assert turn == TurnHeader(program_id("run-42", ""), is_last=True) and got == sent
+        assert turn == TurnName(program_id("run-42", ""), is_last=True) and got == sent
 
 
 @pytest.mark.parametrize("field", sorted({p.field for p in TABLE["job_id"] if p.part == "headers"}))
@@ -88,7 +88,7 @@ def test_programs_of_two_keys_or_two_salts_are_two() -> None:
 
 
 def test_what_a_client_sends_under_the_routers_header_is_dropped() -> None:
-    lie = str(TurnHeader("victim", turns=99, age_s=1e6))
+    lie = str(TurnName("victim", turns=99, age_s=1e6))
     for name in (HEADER, HEADER.upper(), HEADER.replace("-", "_")):
         turn, _, headers = through(body(job_id="own"), {name: lie})
         assert turn.program == "own" and turn.turns == 0 and lie not in headers.values()
@@ -99,7 +99,7 @@ def test_what_a_client_sends_under_the_routers_header_is_dropped() -> None:
 )
 def test_a_body_that_names_no_program_passes_unread(sent: bytes) -> None:
     turn, got, _ = through(sent)
-    assert turn == TurnHeader() and got == sent
+    assert turn == TurnName() and got == sent
 
 
 @pytest.mark.parametrize("prompt", ["cut \ud83d", "\ud800 \\ud800", ["\udfff"]])
@@ -119,11 +119,11 @@ def test_a_body_of_many_objects_is_passed_over_without_making_them() -> None:
     json.loads(sent)
     assert ours_s < (time.thread_time() - began_s) / 2
     deep = b'{"job_id": ' + b"[]," * MOST_BYTES
-    assert turn_name(deep[:MOST_BYTES], {}) == TurnHeader()
+    assert turn_name(deep[:MOST_BYTES], {}) == TurnName()
 
 
 def test_a_field_that_is_too_long_for_a_name_is_no_object() -> None:
-    assert through(body(job_id=[[]] * 100_000))[0] == TurnHeader()
+    assert through(body(job_id=[[]] * 100_000))[0] == TurnName()
 
 
 def test_without_the_replicas_api_key_a_request_is_no_turn_and_nothing_of_it_is_read(
@@ -162,20 +162,20 @@ def test_the_example_and_the_application_agree_on_the_proxies_environment() -> N
 def test_a_body_that_is_too_long_passes_unnamed_and_whole() -> None:
     sent = body(job_id="run", prompt="x" * MOST_BYTES)
     turn, got, _ = through(sent, parts=4)
-    assert turn == TurnHeader() and got == sent
+    assert turn == TurnName() and got == sent
     assert through(sent, {"x-session-id": "s-1"}, parts=4)[0].program == "s-1"
 
 
 def test_a_question_may_be_for_one_replica() -> None:
     asked = {"method": "GET", "path": "/metrics"}
-    assert through(b"", query_string=b"replica=1", **asked)[0] == TurnHeader(is_turn=False, rank=1)
+    assert through(b"", query_string=b"replica=1", **asked)[0] == TurnName(is_turn=False, rank=1)
     for query in (b"", b"replica=x", b"replica=-1", b"replica=99999999999"):
         assert through(b"", query_string=query, **asked)[0] == NO_TURN
 
 
 @given(
     st.builds(
-        TurnHeader,
+        TurnName,
         st.text(max_size=300),
         st.booleans(),
         st.booleans(),
@@ -185,18 +185,18 @@ def test_a_question_may_be_for_one_replica() -> None:
         st.integers(0, 10**7).map(lambda ms: ms / 1000),
     )
 )
-def test_what_is_written_into_the_header_is_read_again(turn: TurnHeader) -> None:
+def test_what_is_written_into_the_header_is_read_again(turn: TurnName) -> None:
     text = str(turn)
-    assert text.isascii() and TurnHeader.parse(text) == turn
+    assert text.isascii() and TurnName.parse(text) == turn
 
 
 @given(st.text(min_size=1, max_size=50))
 def test_a_session_that_ray_read_itself_is_a_programs_name(text: str) -> None:
-    turn = TurnHeader.parse(text)
-    assert turn == TurnHeader(program=text) or str(turn) == text
+    turn = TurnName.parse(text)
+    assert turn == TurnName(program=text) or str(turn) == text
 
 
 @pytest.mark.parametrize("field", [{"program": ["victim"]}, {"turns": -1}, {"rank": "0"}, {"age_s": "1"}])
 def test_a_name_of_another_type_or_below_zero_is_no_header_of_ours(field: dict[str, Any]) -> None:
-    text = json.dumps(asdict(TurnHeader("p")) | field)
-    assert TurnHeader.parse(text) == TurnHeader(program=text)
+    text = json.dumps(asdict(TurnName("p")) | field)
+    assert TurnName.parse(text) == TurnName(program=text)

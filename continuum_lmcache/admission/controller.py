@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -166,7 +166,7 @@ class AdmissionController:
         turn: FinishedTurn,
         state: EngineState,
         gap_s: float,
-        waiting_since_s: Sequence[float],
+        waiting_since_s: Collection[float],
     ) -> Place:
         """Whether a program whose turn ended in a tool call keeps its place: for ever if nobody decides.
 

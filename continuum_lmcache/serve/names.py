@@ -68,7 +68,7 @@ class ApiKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnHeader:
+class TurnName:
     """What the router knows of a request. Its text is a header's value."""
 
     program: str = ""  # identity.program_id, then the router's hash of it; "": it names none
@@ -84,7 +84,7 @@ class TurnHeader:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> TurnHeader:
+    def parse(cls, text: str) -> TurnName:
         """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
         try:
             found = msgspec.json.decode(text, type=cls)
@@ -94,10 +94,10 @@ class TurnHeader:
         return found if is_ours else cls(program=text)
 
 
-NO_TURN = TurnHeader(is_turn=False)
+NO_TURN = TurnName(is_turn=False)
 
 
-def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnHeader:
+def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     """The name in body and headers (names in lower case). Bad fields name nothing: vLLM refuses them."""
     try:
         fields = fields_of(body)
@@ -106,16 +106,16 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnHeader:
         job = name("job_id", values.get("job_id"))
         is_last = flag("is_last_step", values.get("is_last_step"))
     except (msgspec.DecodeError, ValueError, RecursionError, RequestError):
-        return TurnHeader()
+        return TurnName()
     if job is None:
-        return TurnHeader()
+        return TurnName()
     continued, salt = fields.get(CONTINUED), fields.get("cache_salt")
     stays = continued is not None
     if job == continued:  # the replica that stores this answer has reported its id, which nobody can guess
-        return TurnHeader(job, is_last=is_last, stays=True)
+        return TurnName(job, is_last=is_last, stays=True)
     owner = owner_of(headers.get("authorization", ""))
     namespace = namespace_of(salt if isinstance(salt, str) else None, owner)
-    return TurnHeader(program_id(job, namespace), is_last=is_last, stays=stays)
+    return TurnName(program_id(job, namespace), is_last=is_last, stays=stays)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
