@@ -1,4 +1,4 @@
-"""Reads a running server's /metrics. The answer is checked; a missing metric is None."""
+"""Asks a running server, and reads its /metrics. The answer is checked; a missing metric is None."""
 
 from __future__ import annotations
 
@@ -44,9 +44,15 @@ class MetricsPage:
 
 
 def scrape(url: str, replica: int | None = None) -> MetricsPage:
-    """The server's /metrics, with the API key of VLLM_API_KEY, if it is set. `replica`: of one in a fleet
-    (docs/ray.md). Raises ServerError."""
-    path = "/metrics" if replica is None else f"/metrics?replica={replica}"
+    """The server's /metrics. `replica`: of one in a fleet (docs/ray.md). Raises ServerError."""
+    response = get(url, "/metrics" if replica is None else f"/metrics?replica={replica}")
+    if response.status_code != httpx.codes.OK:
+        raise ServerError(f"{response.url}: HTTP {response.status_code}; is this a vLLM server's base URL?")
+    return page_of(response.text, url)
+
+
+def get(url: str, path: str) -> httpx.Response:
+    """What the server answers, with the API key of VLLM_API_KEY, if it is set. Raises ServerError."""
     key = os.environ.get("VLLM_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -55,9 +61,7 @@ def scrape(url: str, replica: int | None = None) -> MetricsPage:
         raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error
     if response.status_code == httpx.codes.UNAUTHORIZED:
         raise ServerError(f"{url}{path}: the server asks for its API key; set VLLM_API_KEY to it")
-    if response.status_code != httpx.codes.OK:
-        raise ServerError(f"{url}{path}: HTTP {response.status_code}; is this a vLLM server's base URL?")
-    return page_of(response.text, url)
+    return response
 
 
 def page_of(text: str, url: str) -> MetricsPage:

@@ -32,9 +32,10 @@ from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, live_routes, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
+from continuum_lmcache.vllm_plugin.live_programs import LivePrograms
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
@@ -52,6 +53,7 @@ class ContinuumMixin(Scheduler):
         super().__init__(*args, **kwargs)
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
+        live_routes.install()
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
@@ -59,6 +61,7 @@ class ContinuumMixin(Scheduler):
         self._prompt_time = self._step_timer.prompt_time
         self._events = events = TurnEvents(parts)
         self._metrics_delta, self._files = MetricsDelta(parts), parts.files
+        self.live = LivePrograms(parts, lambda: self.clock())
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.features.measured_chunk
