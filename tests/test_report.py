@@ -100,7 +100,7 @@ def test_the_curves_count_who_runs_who_waits_and_what_is_pinned(tmp_path: Path) 
     run = load(written(tmp_path, story().recorder))
 
     def level(name: str, at_s: float) -> int:
-        return [level for since_s, level in curves(run)[name] if since_s <= at_s][-1]
+        return [0, *(level for since_s, level in curves(run)[name] if since_s <= at_s)][-1]
 
     assert [level("waiting", at_s) for at_s in (0.5, 2.5, 3.5, 6.2)] == [1, 2, 0, 1]
     assert [level("running", at_s) for at_s in (0.5, 3.5, 5.5, 7.0)] == [0, 3, 0, 1]
