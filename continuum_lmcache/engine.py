@@ -153,6 +153,11 @@ class Engine:
         self.turns.by_prompt[key] = new.id
         return events
 
+    @property
+    def unnamed_prompts(self) -> Mapping[str, int]:
+        """Prompts without a name: linked to a program's last turn, or first."""
+        return self._linker.unnamed
+
     def _program_of(self, new: NewTurn, prompt: HashedPrompt) -> tuple[ProgramId, ProgramLink | None] | None:
         """The program whose next turn the request is, and the turn that its prompt continues, if it is known.
 

@@ -85,6 +85,17 @@ class Server:
         choice = response.json()["choices"][0]
         return Answer(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
+    def check_without_cache(self, answer: Answer) -> None:
+        """vLLM reads no cache with `prompt_logprobs`: it would have chosen each of these tokens too, or
+        one as likely, since a bfloat16 of this size is 1/16 off the next one."""
+        body = {"model": "tiny", "prompt": answer.tokens, "max_tokens": 1, "prompt_logprobs": 1}
+        choice = HTTP.post(f"{self.url}/v1/completions", json=body, timeout=600).json()["choices"][0]
+        computed = choice["prompt_logprobs"][-len(answer.output) :]
+        for token, logprob, of_tokens in zip(answer.output, answer.logprobs, computed, strict=True):
+            of_token = of_tokens[str(token)]["logprob"]
+            assert of_token >= max(each["logprob"] for each in of_tokens.values()) - 1 / 16
+            assert abs(logprob - of_token) < 0.05
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels, now."""
         text = HTTP.get(f"{self.url}/metrics").text

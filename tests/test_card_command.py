@@ -123,7 +123,7 @@ def test_one_command_starts_lmcaches_server_and_a_second_engine_shares_it(
     other_log = tmp_path / "second.log"
     with serve(model, old, log=other_log) as other_url:
         assert servers_at(first.lmcache_port) == [process]
-        assert f"runs on port {first.lmcache_port} already and is used as it is" in other_log.read_text()
+        assert f"LMCache's server runs on port {first.lmcache_port} already" in other_log.read_text()
         other = Server(other_url)
         assert other.metric("continuum_policy_info", policy="continuum") == 1, "before the first request"
         found = [other.complete(prompt, is_last_step=True).output for prompt in PROMPTS]

@@ -32,6 +32,7 @@ class Prompt:
 
     all_token_ids: Sequence[int]
     num_prompt_tokens: int
+    mm_features: Sequence[Any] = ()
 
     @property
     def block_hashes(self) -> list[int]:

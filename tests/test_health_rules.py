@@ -19,6 +19,7 @@ FOUND, BELOW = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_
 ON, UP = 'continuum_policy_info{policy="continuum"}', "continuum_tier_store_up"
 CONTEXTS, LOST = "continuum_working_set_tokens", 'continuum_lost_tokens_total{cause="%s"}'
 TAKEN, DECIDED = 'continuum_pins_total{outcome="taken"}', 'continuum_ttl_decisions_total{reason="%s"}'
+LINKED = 'continuum_unnamed_prompts_total{outcome="linked"}'
 PROBE = 'continuum_new_weights_total{call="liveness_probe"}'
 HEALTHY: dict[str, float] = {
     ON: 1,
@@ -47,6 +48,8 @@ HEALTHY: dict[str, float] = {
     LOST % "changed-first-third": 5_200,
     LOST % "evicted-first-third": 20_000,
     'continuum_ignored_fields_total{field="priority"}': 0,
+    'continuum_unnamed_prompts_total{outcome="first"}': 20,
+    LINKED: 1,
 }
 CASES: dict[str, dict[str, float | None]] = {
     "continuum-is-off": {ON: None},
@@ -60,6 +63,7 @@ CASES: dict[str, dict[str, float | None]] = {
     "prompts-change-in-last-third": {LOST % "changed-last-third": 5_201},
     "ignored-fields": {'continuum_ignored_fields_total{field="job-id"}': 3},
     "new-weights": {PROBE: 31},
+    "never-linked": {LINKED: 0},
 }
 
 

@@ -8,40 +8,45 @@ from itertools import count
 
 import pytest
 from unnamed_programs import BLOCK_TOKENS, Branch, Replay
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS, PromptLinker
+from continuum_lmcache.programs.turns import prompt_key
 from continuum_lmcache.types import ProgramId
 from experiments.driver import Plan
 from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
 
-MARKS = 10
 CLOSING = (11, 12, 13, 14, 15, 16)  # of a prompt, by a template: a message's end, a role, an opening
 SYSTEM = tuple(range(1000, 1100))
 PLAN = Plan("", 1, range(300, 30_000))
 NEW = Branch(Program("p", 0.0, ()), "red")
 
 
-def programs(count: int = 60) -> tuple[Program, ...]:
-    """Table 1's, small, each message in a chat template's MARKS tokens."""
+def programs(count: int = 60, marks: int = 10) -> tuple[Program, ...]:
+    """Table 1's, small, each message in `marks` tokens of a chat template."""
     drawn = scaled(generate("swe", count, 1), 1500)
-    return poisson_arrivals(
-        [replace(p, turns=tuple(map(marked, *zip(*enumerate(p.turns), strict=True)))) for p in drawn], 1.0, 1
+    return poisson_arrivals([replace(p, turns=marked(p.turns, marks)) for p in drawn], 1.0, 1)
+
+
+def marked(turns: Sequence[TurnSpec], marks: int) -> tuple[TurnSpec, ...]:
+    return tuple(
+        replace(turn, input_tokens=turn.input_tokens + index * marks, new_tokens=turn.new_tokens + marks)
+        for index, turn in enumerate(turns, 1)
     )
 
 
-def marked(index: int, turn: TurnSpec) -> TurnSpec:
-    tokens = turn.input_tokens + (index + 1) * MARKS
-    return replace(turn, input_tokens=tokens, new_tokens=turn.new_tokens + MARKS)
-
-
 class TemplateReplay(Replay):
-    """Every prompt ends with CLOSING."""
+    """Every prompt ends with the same tokens."""
+
+    def __init__(self, plan: Plan, closing: tuple[int, ...]) -> None:
+        super().__init__(plan)
+        self.closing = closing
 
     def request(self, branch: Branch, prompt: tuple[int, ...]) -> Request:
-        return super().request(branch, (*prompt[: -len(CLOSING)], *CLOSING))
+        return super().request(branch, (*prompt[: -len(self.closing)], *self.closing))
 
 
 def turns() -> Callable[[Sequence[int]], str]:
@@ -83,12 +88,38 @@ def test_answers_that_come_back_without_their_thoughts_are_linked_too() -> None:
     assert counts["right"] >= 0.95 * (counts["right"] + ambiguous)
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_a_first_prompt_whose_last_tokens_no_history_repeats_is_linked(tokens: int) -> None:
-    """A template that opens the answer with <think> has it in the prompt, and in no later one."""
-    counts = TemplateReplay(PLAN).run([shortened(p, tokens) for p in programs(30)])
+@pytest.mark.parametrize(("tokens", "closing"), [(1, 6), (4, 6), (5, 8), (25, 30), (63, 64)])
+def test_a_first_prompt_whose_last_tokens_no_history_repeats_is_linked(tokens: int, closing: int) -> None:
+    """A template that opens the answer with <think>, or with a sentence on how long to think, has it in the
+    prompt, and in no later one."""
+    replay = TemplateReplay(PLAN, tuple(range(11, 11 + closing)))
+    counts = replay.run([shortened(p, tokens) for p in programs(30, closing + 4)])
     assert counts["wrong"] == counts["other tenant"] == 0
     assert counts["right"] >= 0.9 * (counts["right"] + counts["unlinked"])
+
+
+def test_two_prompts_with_the_same_text_and_other_images_are_two() -> None:
+    """The image lies behind the last whole block, so no hash covers it."""
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    tail = len(SYSTEM) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def request(tokens: Sequence[int], image: str) -> Request:
+        sent = replay.request(NEW, tuple(tokens))
+        place = PlaceholderRange(offset=tail + 1, length=2)
+        sent.mm_features = [MultiModalFeatureSpec(None, "image", image, place)]
+        return sent
+
+    first = request(SYSTEM, "a cat")
+    assert prompt_linker.find_link(first) is None
+    first.append_output_token_ids([7] * 8)
+    prompt_linker.add_turn(first, ProgramId("cat"), 0.0)
+    later = (*first.all_token_ids, *range(500, 540))
+    assert prompt_linker.find_link(request(later, "a dog")) is None
+    link = prompt_linker.find_link(request(later, "a cat"))
+    assert link is not None and link.program == "cat"
+    no_fields = ProgramFields()
+    keys = {prompt_key("", no_fields, request(SYSTEM, image), BLOCK_TOKENS) for image in ("a cat", "a dog")}
+    assert len(keys) == 2
 
 
 def test_programs_whose_short_first_prompts_share_a_system_prompt_are_not_linked() -> None:

@@ -170,15 +170,13 @@ def loaded(server: Server, tier: str) -> float:
 def test_outputs_of_a_pinned_program_are_those_that_vllm_computes_without_a_cache(
     continuum: Continuum,
 ) -> None:
-    """Five turns: every one hits the last one's blocks. With prompt_logprobs vLLM reads no cache."""
+    """Five turns: every one hits the last one's blocks."""
     context = ids(2 * BLOCK + 30, 50)
     for turn in range(5):
         found = continuum.metric("vllm:prefix_cache_hits_total")
         answer = continuum.complete(context, job_id="same")
         assert turn == 0 or continuum.metric("vllm:prefix_cache_hits_total") > found
-        truth = continuum.complete(context, prompt_logprobs=1)
-        assert answer.output == truth.output
-        assert answer.logprobs[-8:] == pytest.approx(truth.logprobs[-8:], abs=0.05)
+        continuum.check_without_cache(answer)
         context = answer.tokens + ids(2 * BLOCK, 51 + turn)
 
 
@@ -311,7 +309,7 @@ def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_
     text = HTTP.get(f"{continuum.url}/metrics").text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     listed = re.findall(r"^\| `(continuum_(?!fleet_)\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
-    assert len(listed) == 30
+    assert len(listed) >= 30
     assert {name: types.get(name) for name, _ in listed} == dict(listed)
     assert set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)) >= OF_VLLM
     if promtool := shutil.which("promtool"):

@@ -185,6 +185,18 @@ def ignored(page: MetricsPage) -> Iterator[Finding]:
         )
 
 
+def never_linked(page: MetricsPage) -> Iterator[Finding]:
+    """No prompt without a name continues another."""
+    prompts = page.by("continuum_unnamed_prompts_total", "outcome")
+    if prompts.get("first", 0.0) >= LEAST_TURNS and not prompts.get("linked"):
+        yield note(
+            "never-linked",
+            f"none of {prompts['first']:,.0f} prompts without a program's name continued an earlier one",
+            "nothing, if they are single questions; if they are agents' turns, name the program, or send "
+            "histories back as they were (docs/clients.md)",
+        )
+
+
 def new_weights(page: MetricsPage) -> Iterator[Finding]:
     """Calls after which no KV of before is used again."""
     calls = {name: n for name, n in page.by("continuum_new_weights_total", "call").items() if n}
@@ -204,7 +216,7 @@ def new_weights(page: MetricsPage) -> Iterator[Finding]:
 
 RULES = (
     *(off, store_down, disk_faults, low_batch, preempting),
-    *(small_tier, changed_prompts, ignored, new_weights),
+    *(small_tier, changed_prompts, ignored, never_linked, new_weights),
 )
 
 

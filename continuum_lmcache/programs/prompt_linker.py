@@ -2,13 +2,14 @@
 
     a turn's tokens    |-- full blocks, one hash for all --|-- tail, as it is --|
 
-A hash covers all tokens before it and the cache salt (vLLM chains them). The key also has the API key's
-owner, so tenants never share a turn. A finished turn is kept with its output and without: an output may be
-sent back changed, encoded anew or without its thoughts. The prompt before it comes back unchanged,
-except its last tokens: a chat template may open the answer with `<think>`, which no history repeats.
-So a third key ends a few tokens before the prompt does, and never where another program's
+A hash covers all tokens before it, their images and the cache salt (vLLM chains them). The key also has the
+API key's owner, so tenants never share a turn. A finished turn is kept with its output and without: an
+output may be sent back changed, encoded anew or without its thoughts. The prompt before it comes back
+unchanged, except its last tokens: a chat template may open the answer with `<think>`, which no history
+repeats.
+So a third key ends some tokens before the prompt does, and never where another program's
 prompt may continue too. Of a first prompt it ends among the tokens with which the template closes every
-prompt: other recent prompts end with them too.
+prompt: other recent prompts end with them too. They may be a sentence, as a thinking budget's.
 
 A hint, a name that a client gives to several of its programs, decides where that is ambiguous, as between
 two equal first prompts. It links a prompt that continues exactly one turn of that hint.
@@ -18,7 +19,7 @@ Turns with a name are linked among those of the same name: several conversations
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -29,7 +30,7 @@ from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.types import ProgramId
 
 MAX_TAILS = 64  # of turns that differ only after a common hash, such as a system prompt's
-SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
+SUFFIX_TOKENS = 4  # the usual opening of an answer: an empty thought, two tags and two line breaks
 UNSTABLE_TOKENS = 64  # at most, at the end of what a turn adds to its history; they may not come back
 MAX_HINTED = 16  # turns of one hint: a session and its subagents
 RECENT_PROMPTS = 16  # whose ends show how the template closes a prompt
@@ -37,11 +38,12 @@ RECENT_PROMPTS = 16  # whose ends show how the template closes a prompt
 NO_FIELDS = ProgramFields()
 
 Scope = tuple[str, str | None]  # ProgramFields.scope
-Key = tuple[Any, tuple[int, ...]]  # the hash and its scope, the tail
+Tail = tuple[int | str, ...]  # tokens; an image's are its hash
+Key = tuple[Any, Tail]  # the hash and its scope, the tail
 
 
 class HashedPrompt(Protocol):
-    """The attributes of a request that are read: vLLM's `Request` (0.30 to 0.33) has all three."""
+    """The attributes of a request that are read: vLLM's `Request` (0.30 to 0.33) has all four."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -49,6 +51,20 @@ class HashedPrompt(Protocol):
     def all_token_ids(self) -> Sequence[int]: ...
     @property
     def block_hashes(self) -> Sequence[Any]: ...
+    @property
+    def mm_features(self) -> Sequence[Any]: ...  # images and the like, by their place in the prompt
+
+
+def tail_of(prompt: HashedPrompt, start: int, end: int) -> Tail:
+    """The prompt's tokens of [start, end) as they are; those of an image are its hash."""
+    tail: list[int | str] = list(prompt.all_token_ids[start:end])
+    for feature in reversed(prompt.mm_features):
+        place = feature.mm_position
+        if place.offset + place.length <= start:
+            break
+        for at in range(max(place.offset, start), min(place.offset + place.length, end)):
+            tail[at - start] = feature.identifier
+    return tuple(tail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +109,10 @@ class PromptLinker:
 
     def __init__(self, max_turns: int, block_tokens: int) -> None:
         self._block_tokens = block_tokens  # covered by one hash
-        self._turns: BoundedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = BoundedDict(max_turns)
+        self._turns: BoundedDict[Any, dict[Tail, LinkableTurn | None]] = BoundedDict(max_turns)
         self._hinted: BoundedDict[tuple[str, str], deque[LinkableTurn]] = BoundedDict(max_turns)  # with owner
-        self._endings: BoundedDict[Key, tuple[int, ...]] = BoundedDict(RECENT_PROMPTS)  # of different prompts
+        self._endings: BoundedDict[Key, Tail] = BoundedDict(RECENT_PROMPTS)  # of different prompts, reversed
+        self.unnamed: Counter[str] = Counter(linked=0, first=0)  # prompts without a name
 
     def add_turn(
         self,
@@ -126,6 +143,8 @@ class PromptLinker:
         programs, and so does a repeated first prompt."""
         hint = (fields.hint, fields.owner)
         found = self._extended(request, fields.scope) or self._turn_of_hint(request, hint)
+        if fields.job_id is None:
+            self.unnamed["linked" if found is not None else "first"] += 1
         return self.take(request, found) if found is not None else None
 
     def take(self, request: HashedPrompt, turn: LinkableTurn) -> ProgramLink:
@@ -144,7 +163,7 @@ class PromptLinker:
             tails = self._turns.get((request.block_hashes[blocks - 1], scope))
             if tails is not None:
                 at = blocks * self._block_tokens
-                found = with_longest_tail(tails, request.all_token_ids, at)
+                found = with_longest_tail(tails, request, at)
                 if found is not None:
                     return found
         return None
@@ -165,7 +184,7 @@ class PromptLinker:
         blocks = (end - len(tail)) // self._block_tokens
         if blocks > len(request.block_hashes) or request.block_hashes[blocks - 1] != block_hash:
             return False
-        return tuple(request.all_token_ids[end - len(tail) : end]) == tail
+        return tail_of(request, end - len(tail), end) == tail
 
     def _mark_ambiguous(self, keys: Sequence[Key]) -> int:
         """How many of a turn's keys, shortest first, another turn has too; they identify neither turn now."""
@@ -181,7 +200,7 @@ class PromptLinker:
 
     def _key(self, request: HashedPrompt, end: int, scope: Scope) -> Key:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
-        tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
+        tail = tail_of(request, blocks * self._block_tokens, end)
         return (request.block_hashes[blocks - 1], scope), tail
 
     def _opening_tokens(self, request: HashedPrompt, scope: Scope) -> int:
@@ -194,10 +213,13 @@ class PromptLinker:
         if prompt_tokens < self._block_tokens:
             return 0
         prompt = self._key(request, prompt_tokens, scope)
-        ending = tuple(request.all_token_ids[prompt_tokens - SUFFIX_TOKENS - 1 : prompt_tokens])
-        shared = [common_ending(ending, other) for key, other in self._endings.items() if key != prompt]
+        ending = tail_of(request, max(0, prompt_tokens - UNSTABLE_TOKENS - 1), prompt_tokens)[::-1]
+        shared = 0
+        for key, other in self._endings.items():
+            if key != prompt:
+                shared = common_start(ending[: shared or None], other) or shared
         self._endings[prompt] = ending
-        return min(filter(None, shared), default=1) - 1
+        return max(shared - 1, 0)
 
     def _keep(self, turn: LinkableTurn) -> None:
         if turn.hint[0] and turn.keys:
@@ -230,28 +252,29 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int
     """How many of a prompt's last tokens may not come back.
 
     After a first prompt only the answer's opening may change: other programs send the same system prompt.
-    Later at most half of the tokens that the prompt added: forks send the same history.
+    Later at most half of the tokens that the prompt added, or the opening: forks send the same history.
     """
     if not matched_tokens:
         return opening_tokens
     new_tokens = prompt_tokens - matched_tokens
-    return max(min(SUFFIX_TOKENS, new_tokens - 1), min(UNSTABLE_TOKENS, new_tokens // 2))
+    opening_tokens = min(max(SUFFIX_TOKENS, opening_tokens), new_tokens - 1)
+    return max(opening_tokens, min(UNSTABLE_TOKENS, new_tokens // 2))
 
 
-def common_ending(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many last tokens both have."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def common_start(one: Tail, other: Tail) -> int:
+    """How many first tokens both have."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def with_longest_tail(
-    tails: dict[tuple[int, ...], LinkableTurn | None], tokens: Sequence[int], at: int
+    tails: dict[Tail, LinkableTurn | None], prompt: HashedPrompt, at: int
 ) -> LinkableTurn | None:
-    """The turn with the longest tail that is in `tokens` at `at`, and that they may continue; None also where
+    """The turn with the longest tail that is in the prompt at `at`, and that it may continue; None also where
     it is ambiguous."""
+    tokens = len(prompt.all_token_ids)
     for tail in sorted(tails, key=len, reverse=True):
         turn, end = tails[tail], at + len(tail)
-        is_there = end <= len(tokens) and tuple(tokens[at:end]) == tail
-        if is_there and (end < len(tokens) if turn is None else turn.may_continue(len(tokens))):
+        is_there = end <= tokens and tail_of(prompt, at, end) == tail
+        if is_there and (end < tokens if turn is None else turn.may_continue(tokens)):
             return turn
     return None

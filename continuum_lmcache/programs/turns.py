@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.program import Program, Stage
-from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink
+from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink, tail_of
 from continuum_lmcache.types import QueueEntry, TurnId
 
 PromptKey = tuple[Hashable, ...]  # equal for equal prompts of one scope: `prompt_key`
@@ -18,7 +18,7 @@ def prompt_key(tenant: str, fields: ProgramFields, prompt: HashedPrompt, block_t
     """Of a prompt whose whole blocks of `block_tokens` have a hash that covers all before it."""
     tokens, hashes = prompt.num_prompt_tokens, prompt.block_hashes
     blocks = min(tokens // block_tokens, len(hashes))
-    tail = tuple(prompt.all_token_ids[max(blocks, tokens // block_tokens) * block_tokens : tokens])
+    tail = tail_of(prompt, max(blocks, tokens // block_tokens) * block_tokens, tokens)
     return (tenant, *fields.scope, tokens, hashes[blocks - 1] if blocks else None, *tail)
 
 

@@ -55,6 +55,7 @@ METRICS = {
     "ttl_decisions": counter("Finished turns by the reason of their TTL", "reason"),
     "ignored_fields": counter("Requests with a field that was ignored, by field", "field"),
     "new_weights": counter("Calls after which KV of before is not used again, by call", "call"),
+    "unnamed_prompts": counter("Prompts without a name, by whether they continue a turn", "outcome"),
     "lost_returns": counter(LOST, "cause"),
     "lost_tokens": counter("Tokens that these returns compute again, at most", "cause"),
     "load_decisions": counter(
