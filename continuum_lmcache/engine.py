@@ -63,7 +63,7 @@ class NewTurn:
 
     id: TurnId
     fields: ProgramFields
-    tenant: str  # identity.tenant_of
+    namespace: str  # identity.namespace_of
     priority: int
     may_be_linked: bool  # a request without a name may be a turn of a program
 
@@ -137,7 +137,7 @@ class Engine:
 
         One that is no program's next turn counts as a program that ends with it, and needs no place.
         """
-        key = prompt_key(new.tenant, new.fields, prompt, self._hash_block_tokens)
+        key = prompt_key(new.namespace, new.fields, prompt, self._hash_block_tokens)
         twin = self.turns.get(self.turns.by_prompt.get(key, new.id))
         events: list[Event] = []
         if twin is not None and now_s - twin.arrival_s >= RETRY_S:
@@ -169,7 +169,7 @@ class Engine:
         """
         fields, program, same = new.fields, None, 0
         if fields.job_id is not None:
-            name = program_id(fields.job_id, new.tenant)
+            name = program_id(fields.job_id, new.namespace)
             program = self.programs.records.get(name)
             if program is None:
                 return name, None
@@ -218,7 +218,7 @@ class Engine:
 
     def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> None:
         """The request counts as a program that ends with it, and needs no place."""
-        program = self.programs.add(now_s, self._new_id(new), new.tenant, now_s, one_turn=True)
+        program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
         self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
 
@@ -226,11 +226,11 @@ class Engine:
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
     ) -> TurnArrived:
         """The request is this program's next turn."""
-        fields, ended = new.fields, self.end_claims.withdraw(name)
+        fields, ended = new.fields, self.end_claims.withdraw(new.fields.owner, name)
         arrival_s = now_s - (fields.age_s if fields.turns else 0.0)  # its age counts with its turns only
         if (before := ended or link) is not None:
             arrival_s = before.arrival_s
-        program = self.programs.add(now_s, name, new.tenant, arrival_s, one_turn=False)
+        program = self.programs.add(now_s, name, fields.owner, arrival_s, one_turn=False)
         if program.counts_as_ended:
             self.advisor.gaps.withdraw_lost(program.tool, program.tenant)
         self.programs.expect_again(program)
@@ -253,7 +253,7 @@ class Engine:
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:
             self.advisor.gaps.observe(tool, gap_s, program.tenant)
-        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
+        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s)
 
     def _queue_or_line_up(
         self,
@@ -360,7 +360,7 @@ class Engine:
         """Decide for how long the turn's KV stays."""
         program, advisor, tokens = turn.program, self.advisor, end.context_tokens
         name, tenant = program.id, program.tenant
-        tool = advisor.slowest(call.tools)
+        tool = advisor.slowest(call.tools, tenant)
         blocks, number = len(call.block_ids), program.turns + 1
         repeated_share = program.repeated_share
         ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant, repeated_share)
@@ -470,15 +470,14 @@ class Engine:
 
     def refresh(self, now_s: float, kv_tokens: int, tier_tokens: Mapping[Tier, int]) -> list[Event]:
         """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the GPU's cache and
-        the tiers.
+        the tiers, whose rates decide what counts as room.
 
         Of tiers that several engines share, each has the less, the more of them run.
         """
         self._refresh_at_s = now_s + REFRESH_S
-        self.kv_tokens, cheap_tokens = kv_tokens, self.admission.capacity.tier_tokens
-        if self.advisor.survival.resize(tier_tokens):
-            cheap_tokens = self.advisor.cheap_tier_tokens()
-        self.admission.capacity = KVCapacity(kv_tokens, cheap_tokens)
+        self.kv_tokens = kv_tokens
+        self.advisor.survival.resize(tier_tokens)
+        self.admission.capacity = KVCapacity(kv_tokens, self.advisor.cheap_tier_tokens())
         idle = self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned)
         return [self._drop(now_s, program) for program in idle]
 

@@ -11,6 +11,7 @@ ProgramId = NewType("ProgramId", str)
 TurnId = NewType("TurnId", str)  # vLLM's request id
 
 MAX_TURNS = 100_000  # of one program; more is no agent
+MOST_TENANTS = 64  # with statistics of their own, those with the most
 MOST_PROGRAMS = 100_000  # known at a time: beyond it those that are idle longest are forgotten
 
 ToolKey = tuple[str, ...]
@@ -73,7 +74,7 @@ class FinishedTurn:
     context_tokens: int  # prompt and output: tokens whose KV is on the GPU now
     blocks: int  # GPU blocks that a pin would hold
     residency: Residency  # where the context would be found without the pin
-    tenant: str = ""  # identity.tenant_of
+    tenant: str = ""  # Program.tenant
     repeated_share: float = 1.0  # of its program's kept contexts, by the latest returns
 
 

@@ -379,7 +379,7 @@ def test_a_program_whose_end_was_claimed_is_the_same_one_when_it_comes_back_and_
     back = bench.send("p", prompt(80, 1))
     turn = bench.engine.turns[back]
     assert turn.in_line and turn.program.arrival_s < began_s
-    assert bench.engine.end_claims.wrong == {"": 1}
+    assert bench.engine.end_claims[""].wrong == 1
 
 
 # the chunk budget -------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import secrets
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import httpx
 import pytest
 from bench import Bench, prompt
-from entry_points import BODIES, app, post
+from entry_points import BODIES, app, post, send, to_engine
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.programs.identity import OWNER_FIELD
-from continuum_lmcache.vllm_plugin.hooks import api_keys, live_routes, request_fields, wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, request_fields, wrapping
+from continuum_lmcache.vllm_plugin.live import routes
 
 KEYS = ["key-of-ann", "key-of-bob"]
 
@@ -42,8 +45,8 @@ def test_what_programs_do_is_told_to_who_has_a_key() -> None:
 
     async def ask(key: str | None) -> int:
         async with served.router.lifespan_context(served):
-            live_routes.add_to(served)
-            live_routes.add_to(served)  # an application may be started twice
+            routes.add_to(served)
+            routes.add_to(served)  # an application may be started twice
             transport = httpx.ASGITransport(served)
             async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -69,13 +72,12 @@ def test_a_request_that_skips_vllms_request_classes_is_its_keys_too(key: str) ->
 
     async def sent() -> Any:
         if key:
-            api_keys.owner.set(api_keys.owner_of(key))
+            api_keys.owner.set(api_keys.owner_of(key, KEYS))
         params = SamplingParams(extra_args={OWNER_FIELD: "forged", "job_id": "j"})
         return [await Engine().add_request("1", {}, params) for _ in range(2)]
 
-    api_keys.share_secret()
     request_fields.add_owner(Engine)
-    owner = {OWNER_FIELD: api_keys.owner_of(key)} if key else {}
+    owner = {OWNER_FIELD: api_keys.owner_of(key, KEYS)} if key else {}
     assert asyncio.run(sent()) == [{"job_id": "j", **owner}] * 2
 
 
@@ -93,12 +95,44 @@ def test_the_processes_of_one_server_share_the_secret_and_those_of_another_do_no
 ) -> None:
     monkeypatch.delenv(api_keys.SECRET, raising=False)
     api_keys.share_secret()
-    first = api_keys.owner_of("Bearer k")
+    first = api_keys.secret()
     api_keys.share_secret()  # a front-end that was started with this environment
-    assert api_keys.owner_of("bearer k") == first and os.environ[api_keys.SECRET]
+    assert api_keys.secret() == first
     monkeypatch.delenv(api_keys.SECRET)
     api_keys.share_secret()
-    assert api_keys.owner_of("Bearer k") != first
+    assert api_keys.secret() != first
+
+
+def test_a_key_is_the_same_tenant_after_a_restart_and_its_hash_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file of durations has the hash: of a fast one a weak key could be found by trying."""
+    owners = set()
+    for _ in range(2):
+        monkeypatch.setenv(api_keys.SECRET, secrets.token_hex(32))
+        api_keys.slow_hash.cache_clear()
+        began_s = time.process_time()
+        owners.add(api_keys.owner_of("Bearer key-of-ann", KEYS))
+        assert time.process_time() - began_s > 0.005
+    assert len(owners) == 1 and {len(owner) for owner in owners} == {32}
+
+
+def test_a_client_makes_no_tenants_up_where_vllm_asks_for_no_key() -> None:
+    """vLLM guards some paths only; keys that it does not know are hashed for nobody."""
+    served = app(KEYS)
+
+    @served.post("/invocations")
+    async def invocations(request: CompletionRequest) -> dict[str, Any]:
+        return to_engine(request)
+
+    headers = [
+        {"authorization": said} for said in ("Bearer made-up", "Bearer another", "Basic key-of-ann", "")
+    ]
+    body = {"model": "m", **BODIES["/v1/completions"]}
+    sent = [send(served, "/invocations", said, body)["extra_args"] for said in (*headers, {})]
+    assert sent == [{OWNER_FIELD: api_keys.NO_KEY}] * 5
+    known = send(served, "/invocations", {"authorization": "bearer key-of-ann"}, body)["extra_args"]
+    assert known == {OWNER_FIELD: api_keys.owner_of("Bearer key-of-ann", KEYS)}
 
 
 def test_the_end_that_another_key_claims_frees_nothing(bench: Bench) -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import REFRESH_S, Engine, NewTurn, StepLoad, ToolCall, TurnEnd
+from continuum_lmcache.programs.end_claims import MAX_ENDED
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.turns import Turn
@@ -67,10 +68,11 @@ class Rig:
                     self.started.append(event.program)
         return events
 
-    def arrive(self, job: str | None, said: Prompt, salt: str = "", **sent: Any) -> Turn:
+    def arrive(self, job: str | None, said: Prompt, **sent: Any) -> Turn:
         self._count += 1
         turn_id, priority = TurnId(f"t{self._count}"), sent.pop("priority", 0)
-        new = NewTurn(turn_id, ProgramFields(job_id=job, **sent), salt, priority, may_be_linked=True)
+        fields = ProgramFields(job_id=job, **sent)
+        new = NewTurn(turn_id, fields, fields.owner, priority, may_be_linked=True)
         self.do(self.engine.turn_arrived(self.now_s, new, said))
         self.prompts[turn_id] = said
         return self.engine.turns[turn_id]
@@ -174,9 +176,19 @@ def test_no_table_but_the_programs_own_holds_a_fact_of_a_program() -> None:
         for name, table in attributes(owner)
         if isinstance(table, dict) and {"p", "q", "r"} & set(table)
     }
-    assert found == {"ProgramTable.records", "PinTable.programs", "PinTable.pinned", "EndClaims.ended"}
+    assert found == {"ProgramTable.records", "PinTable.programs", "PinTable.pinned"}
     assert rig.engine.pins.programs is rig.engine.programs.records
-    assert all(isinstance(program, Program) for program in rig.engine.end_claims.ended.values())
+    assert all(isinstance(program, Program) for program in rig.engine.end_claims[""].ended.values())
+
+
+def test_an_ended_programs_record_is_one_whoever_else_reports_ends() -> None:
+    rig = Rig()
+    rig.turn("p", 64, owner="mine", is_last_step=True)
+    arrival_s = rig.now_s
+    for number in range(2 * MAX_ENDED):
+        rig.now_s += 0.1
+        rig.turn(f"x{number}", 64, owner="another's", is_last_step=True)
+    assert rig.arrive("p", prompt(80), owner="mine").program.arrival_s <= arrival_s
 
 
 def attributes(thing: Any) -> list[tuple[str, Any]]:
@@ -236,7 +248,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         sent = {"priority": priority, "is_last_step": last == 7, "turns": turns}
         turn = self.rig.arrive(
-            job, prompt(tokens, story), "even" if job in ("a", "c", "e") else "odd", **sent
+            job, prompt(tokens, story), owner="even" if job in ("a", "c", "e") else "odd", **sent
         )
         self.live[turn.id] = turn
         if a_step_follows:

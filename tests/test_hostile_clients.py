@@ -20,9 +20,9 @@ from vllm.v1.request import RequestStatus
 
 from connectors.request_params import drop_invalid
 from continuum_lmcache import engine
-from continuum_lmcache.programs.identity import FIELDS, UNUSED_FIELD, program_id
+from continuum_lmcache.programs.identity import FIELDS, OWNER_FIELD, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_TENANTS, ProgramId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.sim.engine import simulate
@@ -97,13 +97,43 @@ def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
     assert len(engine.pins._deadlines) <= 61
 
 
-def test_one_client_cannot_pin_more_than_its_share(bench: Bench) -> None:
+@pytest.mark.parametrize("key", ["greedy", None], ids=["a key", "a server without keys"])
+@pytest.mark.parametrize("salts", [1, 12])
+def test_one_client_cannot_pin_more_than_its_share_by_however_many_salts(
+    bench: Bench, salts: int, key: str | None
+) -> None:
+    owner = {OWNER_FIELD: key} if key else {}
     for i in range(12):
-        bench.turn(f"greedy-{i}", prompt(64, i), salt="greedy")
+        bench.turn(f"greedy-{i}", prompt(64, i), salt=f"salt-{i % salts}", **owner)
     assert bench.engine.pins.pinned_blocks <= bench.engine.pins.max_tenant_blocks
     assert bench.engine.pins.refused["tenant"] > 0
-    bench.turn("victim", prompt(64, 99), salt="victim")
-    assert ProgramId(program_id("victim", "victim")) in bench.engine.pins.pinned
+    bench.turn("victim", prompt(64, 99), **{OWNER_FIELD: "victim"})
+    assert any(pin.program.startswith("victim") for pin in bench.engine.pins.pinned.values())
+
+
+def test_a_keys_programs_are_one_tenants_under_whatever_salt_and_those_of_two_keys_two(make: Any) -> None:
+    """The line gives places to tenants by turns (test_admission.py)."""
+    bench = make(40)
+    for salt, key in (("a", "greedy"), ("b", "greedy"), (None, "greedy"), ("a", "victim"), ("a", "")):
+        bench.turn("p", prompt(20), salt=salt, **({OWNER_FIELD: key} if key else {}))
+    tenants = [program.tenant for program in bench.engine.programs.records.values()]
+    assert tenants == ["greedy", "greedy", "greedy", "victim", ""]
+
+
+@pytest.mark.parametrize("flood", ["salts", "keys"])
+def test_nobody_drops_what_was_learned_of_another_tenants_tools(make: Any, flood: str) -> None:
+    """300 gaps of 3 s. Then another's salts, or keys, more than any table of tenants has."""
+    bench = make(40, policy="continuum")
+    gaps = bench.engine.advisor.gaps
+    for _ in range(300):
+        gaps.observe(("pytest",), 3.0, "victim")
+    for i in range(150):
+        said = {"this_func_call": "pytest", OWNER_FIELD: f"key-{i}" if flood == "keys" else "liar"}
+        salt = f"salt-{i}" if flood == "salts" else "salt"
+        first = bench.turn("p", prompt(20, i), salt=salt, **said)
+        bench.turn("p", first, salt=salt, **said)
+    assert len(gaps._tenants) <= MOST_TENANTS and gaps.distribution(()).n >= 300 + 100
+    assert gaps.of("victim").distribution(("pytest",)).samples_s == (3.0,) * 300
 
 
 @pytest.mark.parametrize("value", [[[]], [{}], [1, None], {"a": 1}, "job_id"], ids=str)
@@ -142,18 +172,19 @@ def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: 
 def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_elses(bench: Bench) -> None:
     bench.turn("victim", prompt(64, 99))
     bench.turn("liar", prompt(40, 1), is_last_step=True)
-    arrival_s = bench.engine.end_claims.ended[ProgramId("liar")].arrival_s
+    arrival_s = bench.engine.end_claims[""].ended[ProgramId("liar")].arrival_s
     for turn in range(2, 30):
         bench.turn("liar", prompt(40 + turn, 1), is_last_step=True)
     engine = bench.engine
     assert list(engine.pins.pinned) == [ProgramId("victim")] == list(engine.programs.records)
-    assert engine.end_claims.ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
+    assert engine.end_claims[""].ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
     assert not engine.end_claims.is_trusted(""), "its word is not taken any more, nor is its KV dropped"
 
 
 def test_one_tenants_lies_about_ends_cost_no_other_its_trust(bench: Bench) -> None:
     for turn in range(20):
-        bench.turn("liar", prompt(40 + turn, 1), salt="liar", is_last_step=True)
+        bench.turn("liar", prompt(40 + turn, 1), salt=f"{turn}", is_last_step=True, **{OWNER_FIELD: "liar"})
+        bench.turn("liar", prompt(41 + turn, 1), salt=f"{turn}", is_last_step=True, **{OWNER_FIELD: "liar"})
     assert bench.engine.end_claims.is_trusted("victim")
     assert not bench.engine.end_claims.is_trusted("liar")
 

@@ -11,7 +11,7 @@ from bench import BLOCK, Bench, prompt
 from rich.console import Console
 
 from continuum_lmcache.console.top import view
-from continuum_lmcache.vllm_plugin.live_programs import MOST_ROWS, SAME_ANSWER_S
+from continuum_lmcache.vllm_plugin.live.programs import MOST_ROWS, SAME_ANSWER_S
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 

@@ -102,6 +102,18 @@ def test_without_a_profile_the_same_is_learned_from_the_steps_and_the_loads(tmp_
     assert median(a / b for a, b in zip(returns(result)[6:], without[6:], strict=True)) < 1.05
 
 
+@pytest.mark.parametrize(("told_gbps", "does_gbps"), [(5.0, 0.2), (0.2, 5.0)], ids=["too fast", "too slow"])
+def test_a_tier_whose_rate_the_profile_has_wrong_counts_as_room_by_what_it_does(
+    told_gbps: float, does_gbps: float
+) -> None:
+    """Room for programs that have started, asked again as loads show the rates."""
+    tiers = {"dram_gb": 0.0, "ssd_gb": 200.0, "ssd_load_gbps": does_gbps}
+    lies = Setup("program-fcfs", tiers, machine=A100, shared_tokens=0, told_gbps=told_gbps)
+    at_first, afterwards = (engine_after(lies, programs) for programs in ([*rotation()[:1]], rotation()))
+    assert (at_first.admission.capacity.tier_tokens > 0) is (told_gbps > 1.4)
+    assert (afterwards.admission.capacity.tier_tokens > 0) is (does_gbps > 1.4)
+
+
 def long_answers() -> list[Program]:
     """Three prompts fit the GPU, three answers do not: the latest of them loses its memory on the way."""
     return [Program(f"p{i}", i * 0.1, (TurnSpec(2500, 2500, 2500, "bash", "", None),)) for i in range(3)]

@@ -91,6 +91,28 @@ def test_a_tier_counts_as_room_if_it_is_faster_than_computing(disk_s: float, is_
     assert made.cheap_tier_tokens() == (tokens if is_room else tokens // 2), "the largest of these"
 
 
+SIZE_BYTES = CONTEXT * KV_BYTES
+
+
+def loads(made: RetentionAdvisor, took_s: float, count: int = 50) -> int:
+    """What counts as room after loads of CONTEXT from the disk that took so long."""
+    for _ in range(count):
+        made.rates.observe(KVTransfer(Tier.SSD, CONTEXT, SIZE_BYTES, took_s))
+    return made.cheap_tier_tokens()
+
+
+def test_what_counts_as_room_follows_the_rates_of_loads_and_does_not_flutter() -> None:
+    """Computing takes 2 s. The disk holds 50 times as much as DRAM."""
+    tiers = {Tier.DRAM: 100_000, Tier.SSD: 5_000_000}
+    made = RetentionAdvisor(ContinuumConfig(), COSTS, capacity_tokens=tiers)
+    assert made.cheap_tier_tokens() == 5_000_000
+    assert loads(made, took_s=13.0) == 100_000, "the profile said 0.6 s"
+    assert loads(made, took_s=2.2) == 100_000
+    assert loads(made, took_s=1.8) == 5_000_000
+    assert loads(made, took_s=2.2) == 5_000_000
+    assert loads(made, took_s=2.8) == 100_000
+
+
 def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_more() -> None:
     made, bash = advisor(10_000_000), ("bash",)
     for i in range(100):
@@ -139,6 +161,18 @@ def test_of_parallel_calls_the_longest_known_gap_decides_and_a_programs_name_bef
     for gap_s in (1.0, 130.0):
         made.gaps.observe(("tox", "bash"), gap_s)
     assert made.slowest(calls) == ("tox", "bash"), "by its mean"
+
+
+@pytest.mark.parametrize("tenants", [("mine", "another's"), ("another's", "mine")])
+def test_another_tenants_gaps_do_not_say_which_parallel_call_is_the_slowest(tenants: tuple[str, str]) -> None:
+    made, calls = advisor(10_000_000), (("pytest",), ("ls",))
+    for tenant in tenants:
+        for _ in range(300):
+            made.gaps.observe(("pytest",), 60.0 if tenant == "mine" else 0.1, tenant)
+            made.gaps.observe(("ls",), 0.1 if tenant == "mine" else 60.0, tenant)
+    assert made.slowest(calls, "mine") == ("pytest",)
+    assert made.slowest(calls, "another's") == ("ls",)
+    assert made.slowest((("read",), ("tox", "bash")), "a third's") == ("tox", "bash"), "by its name"
 
 
 @pytest.mark.parametrize("evicts", [True, False])

@@ -142,7 +142,7 @@ def test_the_oldest_leaves_even_if_it_never_ended():
     assert gaps.exact(("read",)).cdf[-1] == 1.0
 
 
-def test_the_key_not_heard_of_for_longest_is_forgotten():
+def test_the_key_that_was_seen_least_is_forgotten():
     gaps = ToolDurations()
     for i in range(MAX_KEYS + 50):
         gaps.observe((f"tool{i}",), 1.0)
@@ -183,7 +183,9 @@ def saved(**changes):
         ("[" * 100_000, "not JSON"),
         ("[]", "version 1"),
         ('{"version": 2, "keys": []}', "version 1"),
-        ('{"version": 1, "keys": {}}', "'keys'"),
+        ('{"version": 1, "keys": {}}', "keys must be"),
+        ('{"version": 1, "keys": [], "tenants": []}', "'tenants'"),
+        ('{"version": 1, "keys": [], "tenants": {"a": [3]}}', r"tenants\['a'\]\[0\]"),
         ('{"version": 1, "keys": [3]}', r"keys\[0\]"),
         (saved(levels="read"), r"keys\[0\].levels"),
         (saved(levels=["a"] * 5), r"keys\[0\].levels"),
@@ -200,9 +202,42 @@ def test_malformed_saved_gaps_are_refused_by_name_and_place(text, says):
         ToolDurations.loads(text)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_tenant_has_its_own_durations_also_after_a_restart(restarts):
+    gaps = ToolDurations()
+    for number in range(200):
+        gaps.observe(PYTEST, 1.0, "mine")
+        gaps.observe(PYTEST, 50.0 + number % 2, "another's")
+    gaps = ToolDurations.loads(gaps.dumps()) if restarts else gaps
+    assert gaps.of("mine").distribution(PYTEST).mean_s == 1.0
+    assert gaps.of("another's").distribution(PYTEST).mean_s == 50.5
+    assert gaps.of("a third's").distribution(PYTEST).mean_s == pytest.approx(25.75), "everybody's, while cold"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_tenants_durations_outlive_any_number_of_others_that_come_once(restarts):
+    gaps = ToolDurations()
+    for _ in range(200):
+        gaps.observe(PYTEST, 3.0, "mine")
+    gaps = ToolDurations.loads(gaps.dumps()) if restarts else gaps
+    for number in range(1000):
+        gaps.observe(PYTEST, 0.1, f"other-{number}")
+    assert gaps.of("mine").distribution(PYTEST).mean_s == 3.0
+
+
+def test_a_tools_durations_outlive_any_number_of_names_that_come_once():
+    gaps = learned((("bash",), [3.0] * 200))
+    gaps.observe(("read",), 1.0, "another's")
+    for number in range(1000):
+        gaps.observe((f"name-{number}",), 0.1)
+    assert gaps.of("").distribution(("bash",)).mean_s == gaps.distribution(("bash",)).mean_s == 3.0
+
+
 def test_gaps_survive_a_restart(tmp_path):
     path = tmp_path / "state" / "gaps.json"
     gaps = learned((PYTEST, [1.5, 2.5]))
+    for number in range(70):
+        gaps.observe(MAKE, 1.0, f"tenant-{number}")
     assert load_durations(path).dumps() == ToolDurations().dumps()
     EngineFiles(gaps, path).save()
     assert load_durations(path).dumps() == gaps.dumps()

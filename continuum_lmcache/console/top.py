@@ -1,6 +1,6 @@
 """`continuum-lmcache top URL`: what each program does now; and the recording of `report URL`.
 
-What the server answers is in vllm_plugin/live_programs.py.
+What the server answers is in vllm_plugin/live/programs.py.
 """
 
 from __future__ import annotations

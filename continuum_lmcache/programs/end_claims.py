@@ -4,37 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from continuum_lmcache.bounded_dict import BoundedDict
+from continuum_lmcache.bounded_dict import BoundedDict, FrequentDict
 from continuum_lmcache.programs.program import Program
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_TENANTS, ProgramId
 
-MAX_CLAIMS = 4096  # remembered ones
+MAX_ENDED = 1024  # remembered programs of a tenant
 LEAST_CLAIMS = 50  # the share of wrong claims is computed as if there were at least as many
 WRONG_SHARE = 0.02  # above it, claims evict nothing
 
 
 @dataclass(slots=True)
-class EndClaims:
-    """Programs whose clients reported their end, and how many of them returned."""
+class TenantClaims:
+    """One tenant's claims of ends."""
 
-    claims: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))  # by tenant
-    wrong: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
-    ended: BoundedDict[ProgramId, Program] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
+    claims: int = 0
+    wrong: int = 0
+    ended: BoundedDict[ProgramId, Program] = field(default_factory=lambda: BoundedDict(MAX_ENDED))
+
+
+class EndClaims(FrequentDict[str, TenantClaims]):
+    """By tenant: the programs whose clients reported their end, and how many of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_TENANTS, TenantClaims)
 
     def claim(self, program: Program) -> None:
         """A client reports the program's end; its record was dropped."""
-        self.claims[program.tenant] = self.claims.get(program.tenant, 0) + 1
-        self.ended[program.id] = program
+        of = self.count(program.tenant)
+        of.claims += 1
+        of.ended[program.id] = program
 
-    def withdraw(self, program: ProgramId) -> Program | None:
+    def withdraw(self, tenant: str, program: ProgramId) -> Program | None:
         """A turn of the program arrives, so a claim of its end was wrong. Returns its record; None: none."""
-        ended = self.ended.pop(program, None)
-        if ended is not None:
-            self.wrong[ended.tenant] = self.wrong.get(ended.tenant, 0) + 1
+        of = self.get(tenant)
+        ended = of.ended.pop(program, None) if of is not None else None
+        if of is not None and ended is not None:
+            of.wrong += 1
         return ended
 
     def is_trusted(self, tenant: str) -> bool:
         """True while at most WRONG_SHARE of the reported ends were wrong. A wrong one evicts a context that
         is needed again."""
-        claims, wrong = self.claims.get(tenant, 0), self.wrong.get(tenant, 0)
-        return wrong <= WRONG_SHARE * max(claims, LEAST_CLAIMS)
+        of = self.get(tenant)
+        return of is None or of.wrong <= WRONG_SHARE * max(of.claims, LEAST_CLAIMS)

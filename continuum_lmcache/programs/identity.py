@@ -41,7 +41,7 @@ class ProgramFields:
     last_tool: ToolKey = ()
     turns: int = 0  # finished turns of the program, here or elsewhere; 0: not given
     age_s: float = 0.0  # since the program's start
-    owner: str = ""  # a hash of the API key; "": there are no keys
+    owner: str = ""  # a hash of the API key, the program's tenant; "": there are no keys
     hint: str = ""  # a name that several programs may share; "": none
     tools: str = ""  # a digest of the offered tools; "": none
 
@@ -66,19 +66,23 @@ def parse(fields: Mapping[str, object]) -> ProgramFields:
     )
 
 
-def tenant_of(cache_salt: str | None, owner: str) -> str:
-    """A program's tenant: the owner of its API key, if keys are used, and its cache salt; "" is no tenant."""
+def namespace_of(cache_salt: str | None, owner: str) -> str:
+    """Where a request's names and KV are: its API key's, if keys are used, and its cache salt's; "": neither.
+
+    Limits and what is learned go by the key alone, a program's tenant: a client may send as many salts as it
+    likes.
+    """
     return f"{owner}/{cache_salt or ''}" if owner else cache_salt or ""
 
 
-def program_id(job_id: str, tenant: str | None) -> ProgramId:
-    """A program's name in this engine: ids of different tenants never collide.
+def program_id(job_id: str, namespace: str | None) -> ProgramId:
+    """A program's name in this engine: ids of different namespaces never collide.
 
-    `id@digest` with a tenant. Without one no name ends in `@digest` or equals an inferred one, `~id`.
+    `id@digest` in a namespace. Without one no name ends in `@digest` or equals an inferred one, `~id`.
     """
-    if not tenant:
+    if not namespace:
         return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)
-    text = tenant.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates
+    text = namespace.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates
     return ProgramId(f"{job_id}@{sha256(text).hexdigest()[:12]}")
 
 

@@ -56,7 +56,7 @@ class Program:
     """An agent's run: turns of inference with tool calls between them."""
 
     id: ProgramId
-    tenant: str
+    tenant: str  # whose limits and statistics are its: ProgramFields.owner
     arrival_s: float
     seen_s: float
     since_s: float  # when it got its place; its arrival where no program waits for one

@@ -14,12 +14,12 @@ PromptKey = tuple[Hashable, ...]  # equal for equal prompts of one scope: `promp
 NO_PROMPT: PromptKey = ()
 
 
-def prompt_key(tenant: str, fields: ProgramFields, prompt: HashedPrompt, block_tokens: int) -> PromptKey:
+def prompt_key(namespace: str, fields: ProgramFields, prompt: HashedPrompt, block_tokens: int) -> PromptKey:
     """Of a prompt whose whole blocks of `block_tokens` have a hash that covers all before it."""
     tokens, hashes = prompt.num_prompt_tokens, prompt.block_hashes
     blocks = min(tokens // block_tokens, len(hashes))
     tail = tail_of(prompt, max(blocks, tokens // block_tokens) * block_tokens, tokens)
-    return (tenant, *fields.scope, tokens, hashes[blocks - 1] if blocks else None, *tail)
+    return (namespace, *fields.scope, tokens, hashes[blocks - 1] if blocks else None, *tail)
 
 
 @dataclass(slots=True)

@@ -129,12 +129,11 @@ class TierSurvival:
         self._kept: dict[Tier, tuple[float, float]] = {}  # sums over returns: the share that was kept, and 1
         self.resize(capacity_tokens)
 
-    def resize(self, capacity_tokens: Mapping[Tier, int]) -> bool:
-        """The tiers hold so many tokens now. One may be new, or gone. Returns whether anything changed."""
+    def resize(self, capacity_tokens: Mapping[Tier, int]) -> None:
+        """The tiers hold so many tokens now. One may be new, or gone."""
         before, self.capacity_tokens = self.capacity_tokens, dict(capacity_tokens)
         same = {tier for tier, tokens in capacity_tokens.items() if before.get(tier) == tokens}
         self._kept = {tier: self._kept[tier] if tier in same else ONE_KEPT for tier in capacity_tokens}
-        return capacity_tokens != before
 
     def on_return(self, left: Residency, found: Residency, context_tokens: int) -> None:
         """A program is back, and the GPU has lost a part of its context of `context_tokens`.

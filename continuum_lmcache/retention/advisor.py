@@ -28,6 +28,7 @@ from continuum_lmcache.types import (
 QUEUE_WINDOW = 100  # number of delays in T: the paper's K, minutes under load, so that T follows it
 TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
+STAYS_ROOM = 1.25  # times the prefill: a tier that counts as room does until a load takes so long
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
 LEAST_EXPECTED_S = 20.0  # at 10, the longest gap in the field's measure, programs lost their room
 MOST = 0.5  # of the programs that made a call
@@ -61,6 +62,7 @@ class RetentionAdvisor:
         self._delays_s: deque[float] = deque(maxlen=QUEUE_WINDOW)
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
+        self._room: frozenset[Tier] = frozenset()  # the tiers that count as room
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
@@ -79,12 +81,16 @@ class RetentionAdvisor:
         return sum(self._delays_s) / len(self._delays_s) if self._delays_s else 0.0
 
     def cheap_tier_tokens(self) -> int:
-        """How many tokens the largest tier can hold from which a reload takes less time than computing."""
+        """How many tokens the largest tier can hold from which a load takes less time than computing, by the
+        rates so far. Rates of loads vary, so a tier that was room stays it up to STAYS_ROOM."""
         where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
         where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
-        expensive_s = self.rates.costs.prefill_s(TYPICAL_TOKENS)
-        tiers = self.survival.capacity_tokens.items()
-        return max((n for t, n in tiers if self.rates.costs.reload_s(where[t]) < expensive_s), default=0)
+        costs, tiers = self.rates.costs, self.survival.capacity_tokens
+        compute_s = costs.prefill_s(TYPICAL_TOKENS)
+        loads_s = {tier: costs.load_options(where[tier])[-1].total_s for tier in tiers}
+        limits_s = {tier: compute_s * (STAYS_ROOM if tier in self._room else 1.0) for tier in tiers}
+        self._room = frozenset(tier for tier in tiers if loads_s[tier] < limits_s[tier])
+        return max((tiers[tier] for tier in self._room), default=0)
 
     def outlook(self, tool: ToolKey, tenant: str = "") -> Outlook:
         """What the observed gaps say of a program in a call of `tool`.
@@ -127,8 +133,9 @@ class RetentionAdvisor:
         keep = self._policy.retain(turn, self.gaps.of(turn.tenant), self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
-    def slowest(self, calls: Sequence[ToolKey]) -> ToolKey:
-        """Of a turn's parallel calls the slowest by its mean gap, or by its name while none is known.
+    def slowest(self, calls: Sequence[ToolKey], tenant: str = "") -> ToolKey:
+        """Of a turn's parallel calls the slowest by the tenant's own mean gaps, or by its name while none is
+        known.
 
         A call counts with its most specific level that has observations: which call is slower is a weaker
         question than how long it takes. Gaps are long-tailed, so the largest mean is close to the mean of
@@ -136,5 +143,6 @@ class RetentionAdvisor:
         """
         if len(calls) < 2:
             return calls[0] if calls else ()
-        slowest = max(calls, key=lambda call: self.gaps.most_specific(call).mean_s or 0.0)
-        return slowest if self.gaps.exact(slowest).n else likely_slowest(calls)
+        own = self.gaps.of(tenant)
+        slowest = max(calls, key=lambda call: own.most_specific(call).mean_s or 0.0)
+        return slowest if own.exact(slowest).n else likely_slowest(calls)

@@ -29,7 +29,7 @@ from starlette.middleware import Middleware
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.fleet.homes import digest
-from continuum_lmcache.programs.identity import flag, name, program_id, tenant_of
+from continuum_lmcache.programs.identity import flag, name, namespace_of, program_id
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
 from continuum_lmcache.types import ProgramId
 
@@ -71,7 +71,7 @@ class ApiKeys:
 class TurnName:
     """What the router knows of a request. Its text is a header's value."""
 
-    program: str = ""  # identity.program_id of its tenant, then the router's hash of it; "": it names none
+    program: str = ""  # identity.program_id, then the router's hash of it; "": it names none
     is_turn: bool = True  # False: /health, /v1/models, ...
     is_last: bool = False
     stays: bool = False  # it continues an answer that its program's replica alone stores
@@ -113,8 +113,9 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     stays = continued is not None
     if job == continued:  # the replica that stores this answer has reported its id, which nobody can guess
         return TurnName(job, is_last=is_last, stays=True)
-    tenant = tenant_of(salt if isinstance(salt, str) else None, owner_of(headers.get("authorization", "")))
-    return TurnName(program_id(job, tenant), is_last=is_last, stays=stays)
+    owner = owner_of(headers.get("authorization", ""))
+    namespace = namespace_of(salt if isinstance(salt, str) else None, owner)
+    return TurnName(program_id(job, namespace), is_last=is_last, stays=stays)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:

@@ -23,7 +23,6 @@ class TurnArrived:
     prompt_tokens: int
     tool: ToolKey = ()
     gap_s: float | None = None
-    tenant: str = ""  # identity.tenant_of
 
 
 @dataclass(frozen=True, slots=True)

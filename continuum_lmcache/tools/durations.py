@@ -4,6 +4,7 @@ A key's levels (types.ToolKey) are kept side by side: an observation of ("pytest
 ("bash",) and for (), which is every tool together.
 
 Each tenant's observations are kept apart as well, and decide for it as soon as another tenant has any (`of`).
+Keys and tenants that come often keep their place, however many others come once (FrequentDict).
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from continuum_lmcache.bounded_dict import BoundedDict
+from continuum_lmcache.bounded_dict import FrequentDict
 from continuum_lmcache.errors import DurationsError
 from continuum_lmcache.tools.distribution import DurationDistribution, equal_steps
-from continuum_lmcache.types import ToolKey
+from continuum_lmcache.types import MOST_TENANTS, ToolKey
 
 COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
 PRIOR_SAMPLES = 4  # as many observations of its own weigh as much as the level above
 WINDOW = 1024  # observations a key remembers, the latest
-MAX_KEYS = 512  # beyond this the least recently used are dropped; about 50 MB when all are full
-MOST_TENANTS = 64  # with observations of their own, the latest
-TENANT_KEYS = 32  # of each of these
+MAX_KEYS = 512  # about 50 MB when all are full
+TENANT_KEYS = 32  # of each tenant
 MAX_LEVELS = 4
 SHORTEST_GAP_S = 1e-6  # counts as 0: a pin of 0 s would be no pin
 MAX_GAP_S = 1e6  # eleven days: a wrong clock, not a slow tool
 VERSION = 1
+SavedKey = tuple[ToolKey, list[float]]
 
 
 @dataclass(slots=True)
@@ -72,8 +73,13 @@ class ToolDurations:
     """Tool gaps in seconds, from the end of a turn to the program's next request."""
 
     everybody: ToolDurations | None = None  # of whom this is one tenant
-    _windows: OrderedDict[ToolKey, DurationWindow] = field(default_factory=OrderedDict)  # idle longest first
-    _tenants: BoundedDict[str, ToolDurations] = field(default_factory=lambda: BoundedDict(MOST_TENANTS))
+    _windows: FrequentDict[ToolKey, DurationWindow] = field(init=False)
+    _tenants: FrequentDict[str, ToolDurations] = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = MAX_KEYS if self.everybody is None else TENANT_KEYS
+        self._windows = FrequentDict(most, DurationWindow)
+        self._tenants = FrequentDict(MOST_TENANTS, lambda: ToolDurations(self))
 
     def of(self, tenant: str) -> ToolDurations:
         """What decides for this tenant: its own observations, else one could have another's KV evicted by
@@ -147,11 +153,15 @@ class ToolDurations:
         return next((own for own in found if own.samples_s), self.exact(()))
 
     def dumps(self) -> str:
-        """Everything learned, as versioned JSON in the order of use; loads() reads it.
+        """Everything learned, of tenants too, as versioned JSON; loads() reads it.
 
         Safe from another thread: each list is copied at once, and each key is written by itself, so that
         an observation meanwhile waits for one key at most.
         """
+        tenants = [f"{json.dumps(name)}: {own._keys()}" for name, own in list(self._tenants.items())]
+        return f'{{"version": {VERSION}, "keys": {self._keys()}, "tenants": {{{", ".join(tenants)}}}}}'
+
+    def _keys(self) -> str:
         keys = []
         for key, window in list(self._windows.items()):
             recent = list(window.recent)
@@ -161,7 +171,7 @@ class ToolDurations:
                 "unended": [i for i, gap_s in enumerate(recent) if gap_s == math.inf],
             }
             keys.append(json.dumps(found))
-        return f'{{"version": {VERSION}, "keys": [{", ".join(keys)}]}}'
+        return f"[{', '.join(keys)}]"
 
     @classmethod
     def loads(cls, text: str) -> ToolDurations:
@@ -170,29 +180,24 @@ class ToolDurations:
             saved = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DurationsError(f"saved tool durations are not JSON: {error}") from error
-        gaps = cls()
-        for key, gaps_s in parsed(saved):
-            window = gaps._window(key)
+        gaps, (keys, tenants) = cls(), parsed(saved)
+        gaps._restore(keys)
+        for name, own in tenants.items():
+            times = max((len(gaps_s) for _, gaps_s in own), default=0)
+            gaps._tenants.count(name, times)._restore(own)
+        return gaps
+
+    def _restore(self, keys: list[SavedKey]) -> None:
+        for key, gaps_s in keys:
+            window = self._windows.count(key, len(gaps_s))
             for gap_s in gaps_s:
                 window.add(gap_s)
-        return gaps
 
     def _add(self, tool: ToolKey, gap_s: float, tenant: str = "") -> None:
         for key in reversed(suffixes(tool)):
-            self._window(key).add(gap_s)
+            self._windows.count(key).add(gap_s)
         if self.everybody is None:
-            own = self._tenants[tenant] = self._tenants.get(tenant) or ToolDurations(self)
-            own._add(tool, gap_s)
-
-    def _window(self, key: ToolKey) -> DurationWindow:
-        """The key's window, now the most recently used; the least recently used is dropped."""
-        window = self._windows.get(key)
-        if window is None:
-            window = self._windows[key] = DurationWindow()
-        self._windows.move_to_end(key)
-        if len(self._windows) > (MAX_KEYS if self.everybody is None else TENANT_KEYS):
-            self._windows.popitem(last=False)
-        return window
+            self._tenants.count(tenant)._add(tool, gap_s)
 
 
 def suffixes(tool: ToolKey) -> list[ToolKey]:
@@ -200,18 +205,26 @@ def suffixes(tool: ToolKey) -> list[ToolKey]:
     return [tool[at:] for at in range(max(len(tool) - MAX_LEVELS, 0), len(tool) + 1)]
 
 
-def parsed(saved: Any) -> list[tuple[ToolKey, list[float]]]:
-    """Keys and observations of a saved file; raises DurationsError at the first problem."""
+def parsed(saved: Any) -> tuple[list[SavedKey], dict[str, list[SavedKey]]]:
+    """Keys and observations of a saved file, everybody's and by tenant. Raises DurationsError at the first
+    problem."""
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         raise DurationsError(f"saved tool durations have no version {VERSION}")
-    keys = saved.get("keys")
-    if not isinstance(keys, list) or len(keys) > MAX_KEYS:
-        raise DurationsError(f"saved tool durations: 'keys' must be a list of at most {MAX_KEYS}")
-    return [parsed_key(at, entry) for at, entry in enumerate(keys)]
+    tenants = saved.get("tenants", {})
+    if not isinstance(tenants, dict) or len(tenants) > MOST_TENANTS:
+        raise DurationsError(f"saved tool durations: 'tenants' must be an object of at most {MOST_TENANTS}")
+    own = {name: parsed_keys(f"tenants[{name!r}]", keys, TENANT_KEYS) for name, keys in tenants.items()}
+    return parsed_keys("keys", saved.get("keys"), MAX_KEYS), own
 
 
-def parsed_key(at: int, entry: Any) -> tuple[ToolKey, list[float]]:
-    where = f"saved tool durations: keys[{at}]"
+def parsed_keys(name: str, keys: Any, most: int) -> list[SavedKey]:
+    where = f"saved tool durations: {name}"
+    if not isinstance(keys, list) or len(keys) > most:
+        raise DurationsError(f"{where} must be a list of at most {most}")
+    return [parsed_key(f"{where}[{at}]", entry) for at, entry in enumerate(keys)]
+
+
+def parsed_key(where: str, entry: Any) -> SavedKey:
     if not isinstance(entry, dict):
         raise DurationsError(f"{where} must be an object, not {type(entry).__name__}")
     key, gaps_s, unended = entry.get("levels"), entry.get("gaps_s"), entry.get("unended")

@@ -26,7 +26,7 @@ from continuum_lmcache.tools.durations import ToolDurations
 logger = logging.getLogger(__name__)
 
 RECORDING = "scheduler_timestamps"  # the public prototype's name, which its tools look for
-MAX_BYTES = 64 << 20  # of durations; a full set of windows is about 5 MB
+MAX_BYTES = 64 << 20  # of durations; with all tenants' full windows about 25 MB
 JOIN_S = 5.0  # how long the engine's end waits for the disk
 
 

@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import NewTurn
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
+from continuum_lmcache.programs.identity import ProgramFields, name, namespace_of, parse
 from continuum_lmcache.programs.session_fields import NESTED, unused_fields
 from continuum_lmcache.types import TurnId
 
@@ -45,14 +45,14 @@ def new_turn(request: Request, config: ContinuumConfig) -> tuple[NewTurn, list[s
     if priority and not config.honor_priority:
         logger.warning_once("A request's priority is ignored: see continuum.honor_priority (logged once)")
         ignored, priority = [*ignored, "priority"], 0
-    tenant = tenant_of(request.cache_salt, fields.owner)
-    if fields.turns and tenant and not config.honor_program_age:
+    namespace = namespace_of(request.cache_salt, fields.owner)
+    if fields.turns and namespace and not config.honor_program_age:
         logger.warning_once(
             "program_turns of tenants is ignored: see continuum.honor_program_age (logged once)"
         )
         ignored, fields = [*ignored, "program_turns"], replace(fields, turns=0, age_s=0.0)
     may_be_linked = config.infer_programs and request.max_tokens > 1
-    return NewTurn(TurnId(request.request_id), fields, tenant, priority, may_be_linked), ignored
+    return NewTurn(TurnId(request.request_id), fields, namespace, priority, may_be_linked), ignored
 
 
 def identity(request: Request) -> tuple[ProgramFields, str]:

@@ -32,10 +32,11 @@ from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, live_routes, prometheus, weight_updates
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
-from continuum_lmcache.vllm_plugin.live_programs import LivePrograms
+from continuum_lmcache.vllm_plugin.live import routes
+from continuum_lmcache.vllm_plugin.live.programs import LivePrograms
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
@@ -53,7 +54,7 @@ class ContinuumMixin(Scheduler):
         super().__init__(*args, **kwargs)
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
-        live_routes.install()
+        routes.install()
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer

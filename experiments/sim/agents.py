@@ -11,6 +11,7 @@ from zlib import crc32
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from continuum_lmcache.programs.identity import OWNER_FIELD
 from continuum_lmcache.tools.shell_key import SUBMIT, SUBMITS
 from continuum_lmcache.types import NO_CALL
 from experiments.peers.settings import agentic_context
@@ -109,8 +110,10 @@ class Agents:
         """Send a turn without an answer: for the first time, or again after its engine died."""
         live = self.asked[request_id]
         live.first_token_s, live.ssd_tokens = None, None
-        manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (a cache_salt)
+        manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (an API key's)
         says = {} if "unnamed" in manners else self._says(live, manners)
+        if (tenant := next((m for m in manners if m.startswith("tenant:")), None)) is not None:
+            says = {**says, OWNER_FIELD: tenant}
         if self.to_a_peer:
             last = live.spec is live.program.turns[-1] and not self.untold_ends
             says = {"agentic_context": agentic_context(live.program.program_id, last)}
@@ -123,7 +126,6 @@ class Agents:
             sampling_params=params,
             pooling_params=None,
             arrival_time=self.clock.now_s,
-            cache_salt=next((m for m in manners if m.startswith("tenant:")), None),
             block_hasher=self.hasher,
         )
         self.send(request)

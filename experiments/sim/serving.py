@@ -56,6 +56,7 @@ class Setup:
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
     untold_ends: bool = False  # clients do not say that a turn is their last
+    told_gbps: float | None = None  # of the disk, as a wrong profile has it; None: as it is
     log_stats: bool = False  # as in a server; the simulator does not read them
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
 
@@ -138,8 +139,8 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
         tiers = {**rates(setup.machine), **setup.tiers}
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
-        chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
-        data = setup.machine.policy_profile(chunk_tokens, ssd_gbps)
+        ssd_gbps = tiers.get("ssd_load_gbps") if setup.told_gbps is None else setup.told_gbps
+        data = setup.machine.policy_profile(tiers.get("chunk_tokens", 256), ssd_gbps)
         profile = folder / "profile.yaml"
         profile.write_text(yaml.safe_dump(data))
         settings = {"policy": policies.setting(setup.policy), "profile": str(profile), **setup.continuum}

@@ -8,8 +8,8 @@
     decode             step.per_cached_token_s * the tokens it attends to
 
 A live server's policy reads the same file (continuum_lmcache.reload.cost_model), so the simulated machine
-and the policy's profile of it cannot differ. The built-in machines come from data sheets: `measured` is
-false, and every result carries it.
+and the policy's profile of it differ only where `Setup.told_gbps` has the profile lie. The built-in machines
+come from data sheets: `measured` is false, and every result carries it.
 """
 
 from __future__ import annotations

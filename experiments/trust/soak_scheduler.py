@@ -22,9 +22,10 @@ from unittest.mock import patch
 import typer
 
 from continuum_lmcache import engine
-from continuum_lmcache.programs.end_claims import MAX_CLAIMS
+from continuum_lmcache.programs.end_claims import MAX_ENDED
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS
 from continuum_lmcache.retention.advisor import QUEUE_WINDOW
+from continuum_lmcache.types import MOST_TENANTS
 from experiments.sim.agents import Agents
 from experiments.sim.engine import Simulation, schedulers
 from experiments.sim.serving import Setup
@@ -38,7 +39,7 @@ WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
-    ".engine.end_claims.ended": MAX_CLAIMS,
+    ".engine.end_claims[].ended": MOST_TENANTS * MAX_ENDED,
     ".engine._shared_prefixes._heads": MOST_HEADS,
     ".engine.advisor._delays_s": QUEUE_WINDOW,
 }
@@ -65,8 +66,8 @@ def programs(seconds: float, every_s: float, seed: int = 0) -> list[Program]:
     while (at_s := at_s + rng.expovariate(1 / every_s)) < seconds:
         manner = rng.choice(("polite", "polite", "polite", "never-last", "unnamed"))
         number = len(found)
-        salt = f"tenant:{number % 50}"
-        found.append(Program(f"p{number}", at_s, tuple(turns(rng)), f"{salt},{manner}"))
+        tenant = f"tenant:{number % 50}"
+        found.append(Program(f"p{number}", at_s, tuple(turns(rng)), f"{tenant},{manner}"))
     return found
 
 

@@ -1,7 +1,9 @@
-"""Separates requests by their API keys: a keyed hash of the key goes to the engine, the key does not.
+"""Separates requests by their API keys: a hash of the key goes to the engine, the key does not.
 
 http_fields.py sets `owner` where keys are configured. An ASGI request has a task of its own, so a context
-variable reaches its `to_sampling_params` (request_fields.py).
+variable reaches its `to_sampling_params` (request_fields.py). What is learned of a key's tools goes into a
+file and is its after a restart, so the hash is the same then, and slow to compute: nobody who reads the file
+finds a key by trying many.
 """
 
 from __future__ import annotations
@@ -9,15 +11,18 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+from collections.abc import Iterable
 from contextvars import ContextVar
-from hashlib import sha256
+from functools import cache
+from hashlib import scrypt, sha256
 
 SECRET = "_CONTINUUM_KEY_SECRET"  # not a setting: the first process makes it, its API servers inherit it
+NO_KEY = "no key"  # vLLM asks for none at some paths: nobody is a tenant of its own by a key it made up
 owner: ContextVar[str] = ContextVar("continuum_owner", default="")
 
 
 def share_secret() -> None:
-    """Make the secret, unless the parent process has: all API servers compute the same owner."""
+    """Make the secret, unless the parent process has: all API servers compute the same names."""
     os.environ.setdefault(SECRET, secrets.token_hex(32))
 
 
@@ -26,7 +31,19 @@ def secret() -> bytes:
     return os.environ[SECRET].encode()
 
 
-def owner_of(authorization: str) -> str:
-    """The keyed hash of a bearer token, 32 characters."""
-    _, _, token = authorization.partition(" ")
-    return hmac.new(secret(), token.encode(), sha256).hexdigest()[:32]
+def owner_of(authorization: str, keys: Iterable[str]) -> str:
+    """The hash of a bearer token that is one of the server's keys, 32 characters; else NO_KEY."""
+    scheme, _, token = authorization.partition(" ")
+    sent = digest(token)
+    matches = [hmac.compare_digest(sent, digest(key)) for key in keys]
+    return slow_hash(sent) if scheme.lower() == "bearer" and any(matches) else NO_KEY
+
+
+def digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+@cache  # one for each of the server's keys
+def slow_hash(key_digest: bytes) -> str:
+    """In hex. It takes about 50 ms and 16 MB."""
+    return scrypt(key_digest, salt=b"continuum-lmcache", n=1 << 14, r=8, p=1, dklen=16).hex()

@@ -21,7 +21,7 @@ from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.homes import digest, hashed_replica
-from continuum_lmcache.programs.identity import program_id, tenant_of
+from continuum_lmcache.programs.identity import namespace_of, program_id
 from continuum_lmcache.types import MOST_PROGRAMS
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
@@ -70,7 +70,7 @@ def install(schedulers: str) -> None:
         fields, _ = identity(request)
         if fields.job_id is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
-        program = program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
+        program = program_id(fields.job_id, namespace_of(request.cache_salt, fields.owner))
         table: BoundedDict[bytes, list[Home]] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
         name = digest(program, api_keys.secret())  # the table has no name that a client chose
         homes, ranks = table.pop(name, []), len(self.core_engines)

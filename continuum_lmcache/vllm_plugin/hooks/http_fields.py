@@ -2,8 +2,9 @@
 and Anthropic's fields. Adds headers about the turn to the response, and our routes to the application.
 
 Seams, unchanged from vLLM 0.30 to 0.33: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app, and
-its user_middleware, which has vLLM's AuthenticationMiddleware only where keys are configured. An ASGI request
-has a task of its own, so a context variable set there reaches its callees, and no other request.
+its user_middleware, which has vLLM's AuthenticationMiddleware, with its `tokens`, only where keys are
+configured. An ASGI request has a task of its own, so a context variable set there reaches its callees, and no
+other request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 
 from continuum_lmcache.programs.session_fields import HEADERS
-from continuum_lmcache.vllm_plugin.hooks import api_keys, live_routes, wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
+from continuum_lmcache.vllm_plugin.live import routes
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
 response_headers: ContextVar[dict[str, str] | None] = ContextVar("continuum_response_headers", default=None)
@@ -33,12 +35,14 @@ def install() -> None:
     @wrapping.hook(Starlette)
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] == "lifespan":
-            live_routes.add_to(self)
+            routes.add_to(self)
         if scope["type"] in ("http", "websocket"):
             sent = Headers(scope=scope)
             headers.set({name: sent[name].strip() for name in HEADERS if name in sent})
-            if any(each.cls is AuthenticationMiddleware for each in self.user_middleware):
-                api_keys.owner.set(api_keys.owner_of(sent.get("authorization", "")))
+            for each in self.user_middleware:
+                if each.cls is AuthenticationMiddleware:
+                    said = sent.get("authorization", "")
+                    api_keys.owner.set(api_keys.owner_of(said, each.kwargs["tokens"]))
         if scope["type"] != "http":
             return await stock(self, scope, receive, send)
         added: dict[str, str] = {}
