@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bench import BLOCK, Bench, prompt
+from console import Command, metrics_server
 from rich.console import Console
 
 from continuum_lmcache.console.top import view
@@ -113,3 +114,9 @@ def test_who_asks_often_gets_the_same_answer_and_long_tables_are_cut(model: Path
     bench.now_s += SAME_ANSWER_S
     assert (len(said(bench)["programs"]), said(bench)["more"]) == (MOST_ROWS, 7)
     assert "7 programs more are not shown" in shown(bench)
+
+
+def test_a_server_without_continuum_is_told_in_a_sentence(command: Command) -> None:
+    with metrics_server(["vllm:x 1\n"]) as url:
+        for words in (("top", url, "--once"), ("report", url)):
+            assert "it does not run continuum, or an older release of it" in command.refused(*words)
