@@ -2,7 +2,7 @@
 
     model's name    /models/agent-3f0c...: checkpoint, quantization, dtypes, overrides, parallel layout
     salt            the request's own, hashed, since it names files; once the weights of the running engine
-                    may have changed, with a number that no other engine has
+                    may have changed, with a number that no other engine has; of an adapter, with its name
 
 LMCache takes the model's path. But KServe mounts every model at one path, and trainers save over a
 checkpoint. The fingerprint is of all bytes of the files, since training may change one row. So the scheduler,
@@ -30,7 +30,10 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from vllm import envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from continuum_lmcache.bounded_dict import BoundedDict
 
 logger = init_logger("vllm.continuum.lmcache")
 # of the model, its quantization, its processors of images; and its own code
@@ -38,6 +41,7 @@ CONFIGURATION = re.compile(r"(?!tokenizer|generation)(.*config|params|.*quant.*)
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 SMALL_BYTES = 1 << 20  # of a file that is read at each start
 HASH_DIGITS = 64
+MOST_ADAPTERS = 10_000  # whose names are remembered
 SETTLED_S = 5.0  # a file changed later than this may change again within one tick of its file system's clock
 OF_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 OF_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
@@ -154,8 +158,35 @@ class WeightsVersion:
         logger.debug("KV that LMCache's tiers hold counts as other weights' from now on")
         self.number = secrets.token_bytes(16)
 
-    def salt(self, salt: str) -> str:
-        """The salt that LMCache is told in place of a request's own; "" while there is none to hide."""
-        if not (salt or self.number):
+    def salt(self, salt: str, adapter: bytes = b"") -> str:
+        """The salt that LMCache is told in place of a request's own; "" while there is none to hide.
+
+        `adapter`: the name of its adapter's KV, at most 16 bytes; b"": none.
+        """
+        if not (salt or self.number or adapter):
             return ""
-        return hashlib.blake2b(salt.encode(), key=self.number, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(salt.encode(), key=self.number, person=adapter, digest_size=16)
+        return digest.hexdigest()
+
+
+class AdapterNames:
+    """Names the KV of LoRA adapters by all bytes of their files and by vLLM's id of this load: what is loaded
+    again under a name is another adapter. One without files on this machine has a name that no other engine
+    has."""
+
+    def __init__(self) -> None:
+        self._names: BoundedDict[tuple[str, int], bytes] = BoundedDict(MOST_ADAPTERS)
+
+    def of(self, adapter: LoRARequest | None) -> bytes:
+        """16 bytes; b"" for the model itself. The files are read once a load, as it begins."""
+        if adapter is None:
+            return b""
+        key = adapter.lora_path, adapter.lora_int_id
+        if key not in self._names:
+            try:
+                found = [(path.name, _hash(path)) for path in _files(adapter.lora_path, None, None)]
+            except OSError:
+                found = []
+            about = repr([adapter.lora_int_id, found]).encode() if found else secrets.token_bytes(16)
+            self._names[key] = hashlib.blake2b(about, digest_size=16).digest()
+        return self._names[key]

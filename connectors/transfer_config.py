@@ -16,11 +16,6 @@ def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
 
 def refuse_kv_of_more_than_tokens(vllm_config: VllmConfig) -> None:
     """Raise ConfigError where KV depends on what LMCache 0.5.6's keys, made of token ids, do not contain."""
-    if vllm_config.lora_config is not None:
-        raise ConfigError(
-            "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for another; "
-            "drop --enable-lora or the KV connector"
-        )
     if vllm_config.model_config.enable_prompt_embeds:
         raise ConfigError(
             "LMCache 0.5.6 does not tell prompt embeddings apart: it would load one prompt's KV for another; "

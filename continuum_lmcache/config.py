@@ -17,6 +17,7 @@ from continuum_lmcache.errors import ConfigError
 
 PREFIX = "continuum."
 ENV_PREFIX = "CONTINUUM_"
+METRICS_PORT_OFFSET = 10_000  # from the HTTP server's port to that of `metrics_port`
 # Kubernetes puts these into every pod that has a Service whose name begins with "continuum"
 KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
@@ -42,9 +43,11 @@ class ContinuumConfig:
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
+    metrics_port: int = 0  # of our metrics behind a HTTP server in Rust; 0: 10,000 above its own (clients.md)
     record_ids: bool = False  # recordings have the clients' ids of programs and turns in place of hashes
 
     def __post_init__(self) -> None:
+        require(0 <= self.metrics_port < 65_536, PREFIX + "metrics_port", self.metrics_port, "a port")
         for key in KEYS:
             name, value = PREFIX + key, getattr(self, key)
             require(not key.endswith("_s") or value >= 0, name, value, "a number of seconds >= 0")

@@ -405,6 +405,19 @@ class Engine:
             events.append(self._evict_first(now_s, turn, prompt))
         return events
 
+    def program_released(self, now_s: float, name: ProgramId) -> list[Event]:
+        """Its client says that it has ended. A turn that it still has is its last."""
+        program = self.programs.records.get(name)
+        if program is None or program.is_one_turn:
+            return []
+        if program.turn is not None:
+            turn = self.turns[program.turn]
+            turn.fields = replace(turn.fields, is_last_step=True)
+            return []
+        events = [*self._unpin(now_s, name, PinEnd.ENDED), self._drop(now_s, program)]
+        self.end_claims.claim(program)
+        return events
+
     def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
         """The turn ended, but not in a tool call."""
         self.programs.remove_turn(now_s, turn.program)

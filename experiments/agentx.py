@@ -31,14 +31,13 @@ from experiments.gpu.place import PLACES, device_here, model_for
 from experiments.peers.install import FOLDER, ROOT, environment
 from experiments.selection import Selection
 from experiments.server import ServerError, unwind_on_sigterm
-from experiments.sessions import capped
+from experiments.sessions import ANSWER_S, capped
 from experiments.sim.trace_programs import FITTED, refuse_unknown
 from experiments.tables import publish
 from experiments.workload import Program
 
 LOCK = ROOT / "requirements" / "agentx.lock"
 BLOCK_TOKENS = 64  # of a trace's hashes
-ANSWER_S = 0.02  # a token, when the trace was recorded: our traces do not say; it only places the starts
 PROGRAMS = 48
 MARGIN_TOKENS = 512  # of a window: the chat template, and the line that makes each session's text its own
 RULE_S = 3600.0  # and at least LEAST_S, or a run does not count

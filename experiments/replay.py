@@ -187,7 +187,10 @@ def warn(line: str) -> None:
 def main(
     base_url: Annotated[str, typer.Option(help="The server's API, as http://127.0.0.1:8000/v1.")],
     trace: Annotated[Path | None, typer.Option(help="A trace file; without it, --generator draws.")] = None,
-    generator: Annotated[Literal["swe", "bfcl"], typer.Option(help="A row of the paper's Table 1.")] = "swe",
+    generator: Annotated[
+        Literal["swe", "bfcl", "seeds-sweep"],
+        typer.Option(help="Table 1's, or a sweep's."),
+    ] = "swe",
     programs: Annotated[int | None, typer.Option(min=1, help="How many; default: all of a trace.")] = None,
     jps: Annotated[float | None, typer.Option(min=1e-6, help="Poisson arrivals a second.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of programs, arrivals and tokens.")] = 1,

@@ -10,10 +10,12 @@ from statistics import median
 from continuum_lmcache.errors import TraceError
 from experiments import workload
 from experiments.sim import trace_programs
+from experiments.sim.workloads import seeds_sweep
 from experiments.table1 import GENERATORS, generate
 from experiments.workload import Program
 
 DEFAULT_PROGRAMS = 20
+SWEEP = "seeds-sweep"  # a generator: a published sweep's jobs of eight turns
 LONGEST = 1.5  # times the middle context, of fitted programs
 
 
@@ -23,7 +25,9 @@ class Selection:
 
     seed: int
     trace: Path | None = None  # None: the generator
-    generator: str = "swe"  # of Table 1, which also has the times of tools that a trace does not say; or a
+    generator: str = (
+        "swe"  # of Table 1, which also has the times of tools that a trace does not say; SWEEP; or a
+    )
     # trace of sim/trace_programs.py, as "NAME" (programs fitted to it) or "NAME:report"
     count: int | None = None  # None: all of the trace, DEFAULT_PROGRAMS of the generator
     jps: float | None = None  # Poisson arrivals, programs a second; None: the trace's own
@@ -55,6 +59,8 @@ class Selection:
         return self._arriving(programs)
 
     def _chosen(self) -> tuple[Program, ...]:
+        if self.trace is None and self.generator == SWEEP:
+            return seeds_sweep(self.jps or 1.0, self.seed)[: self.count or DEFAULT_PROGRAMS]
         if self.trace is None and self.is_agents:
             return self._agents(self.count or DEFAULT_PROGRAMS)
         if self.trace is None:

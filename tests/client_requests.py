@@ -189,6 +189,16 @@ def harbor(agent: str, turn: int) -> Turn:
     return completion(agent, turn, {"X-Session-ID": f"trial-{agent}"})
 
 
+def thunderagent(agent: str, turn: int) -> Turn:
+    """ThunderAgent's clients and its ports: a rollout."""
+    return completion(agent, turn, {}, program_id=f"rollout-{agent}")
+
+
+def agentx(agent: str, turn: int) -> Turn:
+    """AgentX's harness: a session's, beside a new one for each request."""
+    return completion(agent, turn, {"X-Correlation-ID": f"c-{agent}", "X-Request-ID": f"r-{agent}-{turn}"})
+
+
 def conversation(agent: str, turn: int, by_id: bool = False) -> Turn:
     """A client of the Responses API that keeps its conversations itself."""
     system, *messages = chat(agent, turn)
@@ -213,6 +223,8 @@ CLIENTS: dict[str, Client] = {
     "agent_hint in vllm_xargs": session(partial(agent_hint, in_xargs=True)),
     "prompt_cache_key": session(cache_key, hints=True),
     "Harbor": session(harbor),
+    "ThunderAgent": session(thunderagent),
+    "AgentX": session(agentx, hints=True),
     "conversation": session(conversation),
     "conversation by its id": session(partial(conversation, by_id=True)),
 }

@@ -64,16 +64,19 @@ def page_with(samples: Mapping[str, float]) -> MetricsPage:
 
 
 @contextmanager
-def metrics_server(pages: Sequence[str]) -> Iterator[str]:
-    """Serves each page of /metrics once, the last one always."""
+def metrics_server(pages: Sequence[str], version: str = "") -> Iterator[str]:
+    """Serves each page of /metrics once, the last one always; and what it says of its version, if that."""
     left = list(pages)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_known = self.path.partition("?")[0] == "/metrics"
-            self.send_response(200 if is_known else 404)
+            tells = bool(version) and self.path == "/version"
+            self.send_response(200 if is_known or tells else 404)
             self.end_headers()
-            if is_known:
+            if tells:
+                self.wfile.write(version.encode())
+            elif is_known:
                 self.wfile.write((left.pop(0) if len(left) > 1 else left[0]).encode())
 
         def log_message(self, *_: object) -> None:

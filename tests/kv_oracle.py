@@ -40,6 +40,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 TAKES_BATCH = "input_batch" in inspect.signature(ActiveKVConnector.pre_forward).parameters  # vLLM 0.32 on
 
 VOCABULARY = 3000
+MOST_ADAPTERS = 3  # with none
 NO_DRAFT = -1  # vLLM's placeholder: the worker has drafted itself, or has nothing to draft from
 
 
@@ -48,9 +49,14 @@ def key(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def keys(tokens: list[int], weights: int = 0) -> list[int]:
-    """Of each of the prompt's prefixes, by the number of the weights."""
-    return list(itertools.accumulate(tokens, key, initial=weights))[1:]
+def keys(tokens: list[int], weights: int = 0, adapter: int = 0) -> list[int]:
+    """Of each of the prompt's prefixes, by the number of the weights and of the adapter; 0: none."""
+    return list(itertools.accumulate(tokens, key, initial=weights * MOST_ADAPTERS + adapter))[1:]
+
+
+def adapter_of(request: Any) -> int:
+    """vLLM's number of a request's adapter; 0: none."""
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
 def answer(prefix: int) -> int:
@@ -71,10 +77,16 @@ class Turn:
     """One request as the worker knows it."""
 
     def __init__(
-        self, prompt_tokens: int, tokens: list[int], blocks: list[int], computed: int = 0, weights: int = 0
+        self,
+        prompt_tokens: int,
+        tokens: list[int],
+        blocks: list[int],
+        computed: int = 0,
+        weights: int = 0,
+        adapter: int = 0,
     ) -> None:
         self.prompt_tokens, self.tokens, self.blocks, self.computed = prompt_tokens, tokens, blocks, computed
-        self.weights, self.keys = weights, keys(tokens, weights)
+        self.weights, self.adapter, self.keys = weights, adapter, keys(tokens, weights, adapter)
         self.drafts: list[int] = []
 
     def append(self, token: int) -> None:
@@ -187,7 +199,9 @@ class Worker:
             self.resumed += len(tokens) > len(prompt)
             computed[new.req_id] = done = new.num_computed_tokens
             blocks = list(new.block_ids[0])
-            self.turns[new.req_id] = Turn(len(prompt), list(tokens), blocks, done, self.weights)
+            self.turns[new.req_id] = Turn(
+                len(prompt), list(tokens), blocks, done, self.weights, adapter_of(new)
+            )
         cached = output.scheduled_cached_reqs
         for turn_id, blocks, before, outputs in zip(
             cached.req_ids,
@@ -200,7 +214,9 @@ class Worker:
             if turn_id in cached.resumed_req_ids:
                 self.resumed += 1
                 tokens = list(cached.all_token_ids[turn_id])
-                turn = self.turns[turn_id] = Turn(turn.prompt_tokens, tokens, [], 0, self.weights)
+                turn = self.turns[turn_id] = Turn(
+                    turn.prompt_tokens, tokens, [], 0, self.weights, turn.adapter
+                )
             elif not self.is_v2:
                 turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped outputs after a failed load
             turn.blocks += blocks[0] if blocks is not None else []
@@ -297,7 +313,7 @@ class OracleBench(Bench):
 
     def send(self, job: str | None, tokens: Any, /, *args: Any, **fields: Any) -> str:
         request_id = super().send(job, tokens, *args, **fields)
-        self._right[request_id] = self._turn(len(tokens), tokens)
+        self._right[request_id] = self._turn(self.scheduler.requests[request_id])
         return request_id
 
     def go_on(self, session: str, tokens: list[int], out: int) -> None:
@@ -306,10 +322,11 @@ class OracleBench(Bench):
         assert request.status == RequestStatus.WAITING_FOR_STREAMING_REQ, request.status
         params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0)
         self.scheduler.add_request(Request(session, list(tokens), params, None, resumable=True))
-        self._right[session] = self._turn(request.num_prompt_tokens, request.all_token_ids)
+        self._right[session] = self._turn(request)
 
-    def _turn(self, prompt_tokens: int, tokens: Any) -> Turn:
-        return Turn(prompt_tokens, list(tokens), [], 0, self.worker.weights)
+    def _turn(self, request: Any) -> Turn:
+        tokens, weights = list(request.all_token_ids), self.worker.weights
+        return Turn(request.num_prompt_tokens, tokens, [], 0, weights, adapter_of(request))
 
     def new_weights(self) -> None:
         """The worker has others from now on. A request that has run may go on with the KV that it has."""
@@ -324,7 +341,7 @@ class OracleBench(Bench):
             if request_id in in_flight or goes_on:
                 self._has_both.add(request_id)
             else:
-                self._right[request_id] = self._turn(request.num_prompt_tokens, request.all_token_ids)
+                self._right[request_id] = self._turn(request)
 
     def step(self, seconds: float | None = None) -> int:
         tokens = super().step(seconds)
@@ -373,7 +390,7 @@ class OracleBench(Bench):
     def _up_to(self, request: Any) -> Turn:
         """The model's right tokens for the request, as many as it has now."""
         if request.request_id in self._has_both:
-            turn = self._turn(request.num_prompt_tokens, request.all_token_ids)
+            turn = self._turn(request)
             self._right[request.request_id] = turn
         right = self._right[request.request_id]
         while len(right.tokens) < request.num_tokens:

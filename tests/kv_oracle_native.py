@@ -14,6 +14,7 @@ from typing import Any
 from bench import BLOCK
 from kv_oracle import OracleBench, keys
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult, make_offload_key
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
@@ -127,7 +128,8 @@ class NativeBench(OracleBench):
         """`locate`, compared with the CPU's memory."""
         held = self._locate(prefix)
         self.compared += 1
-        names, manager = keys(list(prefix.token_ids), self.worker.weights), self._manager
+        adapter = prefix.adapter.lora_int_id if isinstance(prefix.adapter, LoRARequest) else 0
+        names, manager = keys(list(prefix.token_ids), self.worker.weights, adapter), self._manager
         for number, key in enumerate(self.scheduler.connector._keys(prefix)):
             start = number * self.chunk
             if start >= held.dram_tokens:

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import torch
 from bench import BLOCK
-from kv_oracle import OracleBench, keys
+from kv_oracle import MOST_ADAPTERS, OracleBench, keys
 from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
@@ -242,8 +242,9 @@ class SpanServer:
         for start, name in zip(range(0, key.end, self.chunk), names, strict=False):
             hashed = self._hasher.hash_tokens(list(key.token_ids[start : start + self.chunk]), hashed)
             self.reported[name] = chunk_name(self._hasher.hash_to_bytes(hashed), salt)
+        tokens, newest = list(key.token_ids[: key.end]), self.newest_weights()
         by_weights = [
-            keys(list(key.token_ids[: key.end]), number) for number in range(self.newest_weights() + 1)
+            keys(tokens, *each) for each in itertools.product(range(newest + 1), range(MOST_ADAPTERS))
         ]
         for start in range(key.start, key.end, self.chunk):
             held = []

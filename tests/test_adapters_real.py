@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from serving import BLOCK, HTTP, Answer, Server, ids, serve
 
+from experiments.server import reserved_port
 from experiments.tiny_model import make_model
 
 pytestmark = pytest.mark.real
@@ -171,3 +172,44 @@ def test_each_answer_is_of_the_newest_version_whatever_was_loaded_before(adapter
             assert adapters.says(answer, (which, adapters.newest[which]), tenant), (number, which, old, new)
             done[which] += 1
     assert min(done[name] for name in ADAPTERS) > 0, done
+
+
+def over_lmcache(folder: Path, port: int) -> str:
+    """Settings of a KV connector with DRAM and a disk that outlives the server."""
+    extra = {
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.port": port,
+        "lmcache.chunk_size": 2 * BLOCK,
+        "lmcache.local_cpu": True,
+        "lmcache.max_local_cpu_size": 1,
+        "lmcache.local_disk": f"file://{folder}/disk/",
+        "lmcache.max_local_disk_size": 1,
+    }
+    kind = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+    return json.dumps({**kind, "kv_connector_extra_config": extra})
+
+
+def test_two_adapters_and_the_model_share_lmcache_and_its_disk_over_a_restart(
+    model: Path, tmp_path: Path
+) -> None:
+    """Their prompts have the same tokens. With prompt_logprobs vLLM reads no cache."""
+    names = ("tiny", *ADAPTERS)
+    folders = [save_adapter(tmp_path / name, model, (name, 0)) for name in ADAPTERS]
+    modules = [f"{name}={folder}" for name, folder in zip(ADAPTERS, folders, strict=True)]
+    prompts = [ids(4 * BLOCK + 40, story) for story in range(2)]
+    args = [*ARGS, "--lora-modules", *modules, "--shutdown-timeout", "60"]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    for start in range(2):
+        transfer = ["--kv-transfer-config", over_lmcache(tmp_path, reserved_port())]
+        with serve(model, [*args, *transfer], log=tmp_path / f"vllm-{start}.log", env=env) as url:
+            server = Server(url)
+            for rounds in range(2):
+                before = server.metric("vllm:external_prefix_cache_hits_total")
+                for name, prompt in [(name, prompt) for prompt in prompts for name in names]:
+                    got = server.complete(prompt, 8, model=name)
+                    truth = server.complete(prompt, 8, model=name, prompt_logprobs=1)
+                    assert got.output == truth.output, (start, rounds, name)
+                found = server.metric("vllm:external_prefix_cache_hits_total") - before
+                is_stored = start or rounds
+                assert found == (len(names) * len(prompts) * 4 * BLOCK if is_stored else 0), (start, rounds)
+                HTTP.post(f"{url}/reset_prefix_cache").raise_for_status()

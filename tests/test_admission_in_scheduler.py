@@ -20,7 +20,7 @@ from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.engine import REFRESH_S
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 from continuum_lmcache.vllm_plugin import scheduler
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
 

@@ -15,6 +15,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from connectors.lmcache_mp import startup
@@ -53,11 +54,20 @@ def test_the_readmes_command_parses_and_picks_our_scheduler_and_connector(model:
     assert config.scheduler_config.policy == "fcfs", "vLLM's own policy underneath"
 
 
-def test_help_offers_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_offers_the_policy_and_describes_it(capsys: pytest.CaptureFixture[str]) -> None:
     """That a new process finds the entry point is in test_wheel, whose server is started as users do."""
     with pytest.raises(SystemExit):
         parse("--help=scheduling-policy")
-    assert "{fcfs,priority,continuum}" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "{fcfs,priority,continuum}" in said and '"continuum" is fcfs by agents' in said
+
+
+def test_a_vllm_without_a_part_that_is_replaced_does_not_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(OpenAIServingModels, "load_lora_adapter")
+    with pytest.raises(ConfigError, match="vLLM .* no attribute 'load_lora_adapter'; continuum supports"):
+        engine(model).create_engine_config()
 
 
 def test_an_unknown_policy_is_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,16 +149,9 @@ def test_what_only_the_finished_config_knows_is_refused_too(model: Path, spoil, 
         adopt(config)
 
 
-def test_front_ends_that_pass_no_names_on_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_end_that_passes_no_names_on_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "--grpc"])
-    with pytest.raises(
-        ConfigError, match="names and API keys .* drop --grpc, and unset VLLM_USE_RUST_FRONTEND"
-    ):
-        engine(model).create_engine_config()
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve"])
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
-    with pytest.raises(ConfigError, match="names and API keys"):
+    with pytest.raises(ConfigError, match="names and API keys .* drop --grpc"):
         engine(model).create_engine_config()
 
 

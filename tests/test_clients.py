@@ -151,7 +151,7 @@ def test_hints_without_end_fill_no_table(bench: Bench) -> None:
 def test_nothing_else_of_a_request_changes_and_nothing_but_names_is_added(client: Client) -> None:
     for turn in client.turns:
         with_names = send(app([]), turn.path, turn.headers, turn.body)
-        names = {"agent_hint", "conversation", "prompt_cache_key", "metadata", "vllm_xargs"}
+        names = {"agent_hint", "conversation", "prompt_cache_key", "metadata", "vllm_xargs", "program_id"}
         plain_body = {field: value for field, value in turn.body.items() if field not in names}
         plain = send(app([]), turn.path, {"authorization": turn.headers["authorization"]}, plain_body)
         assert plain["extra_args"].keys() <= {TOOLS_FIELD}

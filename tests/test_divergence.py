@@ -21,7 +21,7 @@ from continuum_lmcache.programs.divergence import LossCause, kept_hashes, losses
 from continuum_lmcache.programs.program import NOWHERE
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 
 BLOCK = 16
 HEAD, ASK, ANSWER, TOOL = (list(range(start, start + 160)) for start in (1000, 2000, 3000, 4000))

@@ -154,6 +154,25 @@ def test_a_server_on_a_cpu_gets_a_dtype_that_the_cpu_has_instructions_for_and_si
     assert place.CPU.profile == profile_here()
 
 
+def test_a_server_ends_that_was_starting_when_something_else_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A signal in the main thread, while its threads start servers, is such an interruption."""
+    ended: list[str] = []
+
+    def up(who: agents.Contender, _bench: object, _start_s: float, own: ExitStack) -> str:
+        own.callback(ended.append, who.label)
+        if who.order == "continuum":
+            raise KeyboardInterrupt
+        return "http://127.0.0.1:1"
+
+    monkeypatch.setattr(agents, "up", up)
+    bench = agents.Bench(place.CPU, tmp_path, tmp_path, tmp_path, time.monotonic() + 3600)
+    with pytest.raises(KeyboardInterrupt), agents.serving(agents.CONTENDERS[:2], bench):
+        pytest.fail("nothing is served")
+    assert set(ended) == {"fcfs", "continuum"}
+
+
 def test_servers_are_measured_in_pieces_and_each_run_adds_what_the_ones_before_lack(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

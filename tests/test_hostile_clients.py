@@ -23,7 +23,7 @@ from continuum_lmcache import engine
 from continuum_lmcache.programs.identity import FIELDS, OWNER_FIELD, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
 from continuum_lmcache.types import MOST_TENANTS, ProgramId
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.sim.engine import simulate
 from experiments.sim.serving import Setup

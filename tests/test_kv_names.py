@@ -19,9 +19,10 @@ pytest.importorskip("lmcache")
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.config import LoadConfig
+from vllm.lora.request import LoRARequest
 
 from connectors import kv_names
-from connectors.kv_names import WeightsVersion, kv_fingerprint
+from connectors.kv_names import AdapterNames, WeightsVersion, kv_fingerprint
 
 PATH = "model.safetensors"
 
@@ -284,3 +285,51 @@ def test_a_salt_is_never_told_to_lmcache_which_names_its_files_by_it() -> None:
     """vLLM's advice is that a salt is a secret."""
     version = WeightsVersion()
     assert "SECRET" not in version.salt("SECRET") and version.salt("SECRET") != version.salt("SECRET2")
+
+
+# adapters --------------------------------------------------------------------
+
+
+def adapter(folder: Path, number: int = 1, name: str = "a") -> LoRARequest:
+    return LoRARequest(name, number, str(folder))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of an adapter."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    found = tmp_path / "adapter"
+    found.mkdir()
+    save_file({"lora_A": torch.ones(8, 8)}, found / "adapter_model.safetensors")
+    (found / "adapter_config.json").write_text('{"r": 8}')
+    return found
+
+
+def test_an_adapter_keeps_its_name_over_a_restart_and_has_one_on_each_engine(folder: Path) -> None:
+    first = AdapterNames().of(adapter(folder))
+    assert len(first) == 16 and AdapterNames().of(adapter(folder)) == first
+    assert AdapterNames().of(None) == b""
+
+
+def test_other_bytes_and_another_load_are_another_adapter(folder: Path) -> None:
+    names = AdapterNames()
+    found = {names.of(adapter(folder)), names.of(adapter(folder, number=2))}
+    save_file({"lora_A": torch.zeros(8, 8)}, folder / "adapter_model.safetensors")
+    assert names.of(adapter(folder)) in found, "the load has the files as they were"
+    found |= {AdapterNames().of(adapter(folder))}
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    found |= {AdapterNames().of(adapter(folder))}
+    assert len(found) == 4
+
+
+def test_an_adapter_without_files_here_is_never_another_engines(tmp_path: Path) -> None:
+    one, other = AdapterNames(), AdapterNames()
+    missing = adapter(tmp_path / "none")
+    assert one.of(missing) == one.of(missing) != other.of(missing)
+
+
+def test_no_salt_of_a_client_is_an_adapters(folder: Path) -> None:
+    version, name = WeightsVersion(), AdapterNames().of(adapter(folder))
+    salts = {version.salt(""), version.salt("t"), version.salt("", name), version.salt("t", name)}
+    assert len(salts) == 4 and version.salt("") == ""
+    assert not salts & {version.salt(salt) for salt in (name.hex(), version.salt("", name), f"{name.hex()}t")}

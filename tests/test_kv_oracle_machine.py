@@ -32,13 +32,14 @@ from kv_oracle import FULL, FULL_AND_PIECEWISE, PIECEWISE
 from kv_oracle_fake import FakeBench
 from kv_oracle_native import NativeBench, StockNativeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from connectors.kv_names import WeightsVersion
+from connectors.kv_names import AdapterNames, WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector as OurConnector
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.scheduler import (
@@ -63,7 +64,9 @@ SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, t
 SERVER_TROUBLE = st.sampled_from(["slow", "slow", "silent", "silent", "killed"])
 RARELY = st.sampled_from([False, False, False, True])
 MOST = st.sampled_from([True, True, False])
-TURN = st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.integers(1, 20), RARELY)
+TURN = st.tuples(
+    st.sampled_from("abcd"), st.integers(1, 60), st.integers(1, 20), RARELY, st.sampled_from([0, 0, 0, 1, 2])
+)
 taken: Counter[str] = Counter()
 
 
@@ -119,19 +122,22 @@ class Machine(RuleBasedStateMachine):
         self.stories = itertools.count()
 
     @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
-    def arrive(self, turns: list[tuple[str, int, int, bool]], steps: int) -> None:
-        """Turns that begin with their programs' last tokens so far. Some may not read the prefix cache."""
-        for job, new, out, skips in turns:
+    def arrive(self, turns: list[tuple[str, int, int, bool, int]], steps: int) -> None:
+        """Turns that begin with their programs' last tokens so far, perhaps with another adapter. Some may
+        not read the prefix cache."""
+        for job, new, out, skips, adapter in turns:
             story = next(self.stories)
             tokens = prompt(new * self.chunk // 32 + story % 16, story)
             history = self.bench.tokens_of(self.last[job]) if job in self.last else []
             if len(history) + len(tokens) + out <= self.context_tokens:
                 tokens = history + tokens
-            self.last[job] = self.bench.send(job, tokens, out, skip_reading_prefix_cache=skips)
+            lora = LoRARequest(f"adapter {adapter}", adapter, "no/folder") if adapter else None
+            self.last[job] = self.bench.send(job, tokens, out, skip_reading_prefix_cache=skips, lora=lora)
+            taken["turns of adapters"] += adapter > 0
         self.run(steps)
 
     @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
-    def arrive_after_others(self, turns: list[tuple[str, int, int, bool]], steps: int) -> None:
+    def arrive_after_others(self, turns: list[tuple[str, int, int, bool, int]], steps: int) -> None:
         """After the GPU has served others and evicted it."""
         self.run(20)
         self.bench.scheduler.reset_prefix_cache()
@@ -373,6 +379,7 @@ def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
 
 MENDS = {
     "the tiers' names": lambda patched: patched.setattr(WeightsVersion, "renew", lambda _: None),
+    "the adapters' names": lambda patched: patched.setattr(AdapterNames, "of", lambda *_: b""),
     "the GPU's cache": lambda patched: patched.setattr(GpuBlocks, "forget_all", lambda _: None),
     "stores of two weights": lambda patched: patched.setattr(OurConnector, "_is_pure", lambda *_: True),
     "the watch of calls": lambda patched: patched.setattr(ContinuumMixin, "on_new_weights", lambda *_: None),
@@ -383,7 +390,7 @@ MENDS = {
 
 
 @pytest.mark.parametrize("mend", MENDS)
-def test_the_machine_finds_kv_of_other_weights_where_a_mend_is_taken_out(
+def test_the_machine_finds_kv_of_other_weights_or_adapters_where_a_mend_is_taken_out(
     mend: str, model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)

@@ -167,6 +167,8 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "_choose_chunk",
         "idle_s",
         "on_new_weights",
+        "on_adapter",
+        "on_release",
         "_forget_loaded",
         "_hold_no_memory",
         "next_due_s",

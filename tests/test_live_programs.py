@@ -119,4 +119,4 @@ def test_who_asks_often_gets_the_same_answer_and_long_tables_are_cut(model: Path
 def test_a_server_without_continuum_is_told_in_a_sentence(command: Command) -> None:
     with metrics_server(["vllm:x 1\n"]) as url:
         for words in (("top", url, "--once"), ("report", url)):
-            assert "it does not run continuum, or an older release of it" in command.refused(*words)
+            assert "it does not run continuum, or its HTTP server is in Rust" in command.refused(*words)

@@ -611,20 +611,18 @@ VMM = {"lmcache.mp.use_vmm_api": True}
 
 
 @pytest.mark.parametrize(
-    ("lora", "embeds", "sleeps", "extra", "reason"),
+    ("embeds", "sleeps", "extra", "reason"),
     [
-        (None, False, True, VMM, "drop --enable-sleep-mode or lmcache.mp.use_vmm_api"),
-        (None, False, True, {}, ""),
-        (None, False, False, VMM, ""),
-        (object(), False, False, {}, "does not tell LoRA adapters apart.*drop --enable-lora"),
-        (None, True, False, {}, "does not tell prompt embeddings apart.*drop --enable-prompt-embeds"),
+        (False, True, VMM, "drop --enable-sleep-mode or lmcache.mp.use_vmm_api"),
+        (False, True, {}, ""),
+        (False, False, VMM, ""),
+        (True, False, {}, "does not tell prompt embeddings apart.*drop --enable-prompt-embeds"),
     ],
 )
 def test_an_engine_is_refused_whose_memory_moves_or_whose_kv_depends_on_more_than_tokens(
-    lora: object, embeds: bool, sleeps: bool, extra: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    embeds: bool, sleeps: bool, extra: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SimpleNamespace(
-        lora_config=lora,
         model_config=SimpleNamespace(enable_sleep_mode=sleeps, enable_prompt_embeds=embeds),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
     )

@@ -13,8 +13,8 @@ from bench import BLOCK, Bench, prompt
 from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples
 from continuum_lmcache.types import ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS, detach
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 
 Make = Callable[..., Bench]
 

@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY
 
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.hooks.prometheus import observe
+from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 ENGINE = 97  # no other test uses it

@@ -9,11 +9,11 @@ from virtual_loop import run_virtually
 
 from experiments.client import Answer, TurnFailed
 from experiments.driver import Plan, run_sessions, untold
-from experiments.sessions import SessionTurn, capped, figures, played
+from experiments.sessions import LOAD_IDLE_S, STARTS, SessionTurn, capped, figures, played, turn_at, warming
 from experiments.sim.serving import Setup
 from experiments.sim.sessions import play, play_batch
 from experiments.sim.step_time import MACHINES
-from experiments.workload import Program, TurnSpec
+from experiments.workload import Program, TurnSpec, growing
 
 TURNS = (TurnSpec(4_000, 4_000, 50, "bash", "", 60.0), TurnSpec(5_000, 950, 50, "bash", "", None))
 POOL = tuple(Program(f"p{n}", 0.0, TURNS, "") for n in range(3))
@@ -45,6 +45,32 @@ def test_a_program_is_in_time_if_it_ended_within_a_quarter_of_an_hour():
     assert (found["programs"], found["programs_in_time_share"]) == (3, pytest.approx(1 / 3))
 
 
+def test_interactivity_is_the_tokens_a_second_that_nine_whole_turns_of_ten_reach():
+    turns = [turn(n, 0.0, 10.0, 10) for n in range(19)] + [turn(19, 0.0, 90.0, 10), turn(20, 0.0, 95.0, 9)]
+    found = figures(turns, 21, 0.0, 200.0)
+    assert found["interactivity_p90"] == pytest.approx(10 / 20), (
+        "the slowest one and the unfinished one are beyond"
+    )
+    assert found["ttft_mean_s"] == pytest.approx((19 * 10 + 90 + 95) / 21)
+
+
+def test_a_first_program_starts_between_a_quarter_and_three_quarters_of_its_time():
+    long = growing("long", (100,) * 9, (50,) * 9, gap_s=9.0)  # a turn each ten seconds, the last at 80 s
+    assert [turn_at(long, share) for share in (0.25, 0.26, 0.75)] == [2, 3, 6]
+    firsts = {next(played((long,), session, seed=1))[1] for session in range(40)}
+    assert firsts <= set(range(2, 7)) and len(firsts) > 2 and STARTS == (0.25, 0.75)
+
+
+def test_a_session_warms_up_by_turns_of_one_token_without_gaps_and_then_goes_on():
+    """Its programs are of four turns; five warm it up, from the one before the start."""
+    program = growing("p", (100, 100, 100, 100), (50, 50, 50, 50), gap_s=9.0)
+    first, second, third = (p.turns[n:] for p, n in warming([(program, 2), (program, 0), (program, 0)], 5))
+    assert [(t.output_tokens, t.gap_s) for t in first] == [(1, 0.0), (1, 0.0), (1, None)]
+    assert [(t.output_tokens, t.gap_s) for t in second] == [(1, 0.0), (1, 9.0), (50, 9.0), (50, None)]
+    assert [t.new_tokens for t in second] == [100, 150, 150, 100], "nobody knows the recorded answers' KV"
+    assert third == program.turns
+
+
 def test_a_session_begins_within_a_program_and_no_two_programs_have_one_name():
     names, starts = set(), set()
     for session in range(8):
@@ -52,7 +78,7 @@ def test_a_session_begins_within_a_program_and_no_two_programs_have_one_name():
             names.add(program.program_id)
             starts.add((count == 0, start))
     assert len(names) == 40
-    assert starts == {(True, 0), (True, 1), (False, 0)}
+    assert starts == {(True, 1), (False, 0)}
 
 
 async def streamed(body, heard):
@@ -109,11 +135,35 @@ def setup() -> Setup:
 
 def test_all_sessions_are_live_until_the_end_and_then_nothing_is_left(setup):
     """`play` checks blocks, pins and requests when the clients have left."""
-    ran = play(capped(POOL, 2.0), setup, sessions=6, seed=1, end_s=60.0)
+    ran = play(capped(POOL, 2.0), setup, sessions=6, seed=1, counted_s=60.0)
     assert {turn.session for turn in ran.turns} == set(range(6))
     last = {turn.session: turn for turn in ran.turns}
-    assert all((turn.last_s or 0.0) > 40.0 or turn.first_s is None for turn in last.values())
-    assert play(capped(POOL, 2.0), setup, sessions=6, seed=1, end_s=60.0).turns == ran.turns
+    assert ran.end_s == pytest.approx(ran.start_s + 60.0, abs=1.0)
+    assert all((turn.last_s or 0.0) > ran.end_s - 20.0 or turn.first_s is None for turn in last.values())
+    assert play(capped(POOL, 2.0), setup, sessions=6, seed=1, counted_s=60.0).turns == ran.turns
+
+
+@pytest.mark.parametrize("contender", ["stock", "continuum", "gate"])
+def test_no_turn_counts_before_every_session_is_warm(setup, contender):
+    named = replace(setup, policy="stock" if contender == "gate" else contender, gate=contender == "gate")
+    ran = play(capped(POOL, 2.0), named, sessions=4, seed=1, counted_s=30.0, warm_up_turns=3)
+    before = [turn for turn in ran.turns if turn.arrival_s < ran.start_s]
+    assert len(before) == 4 * 3 and {turn.asked_tokens for turn in before} == {1}
+    assert all(turn.last_s is not None and turn.last_s <= ran.start_s for turn in before)
+    assert {turn.asked_tokens for turn in ran.turns if turn.arrival_s >= ran.start_s} == {50}
+
+
+def test_all_sessions_together_are_idle_for_ten_seconds_at_most(setup):
+    """Two sessions with gaps of a minute."""
+    ran = play(POOL, setup, sessions=2, seed=1, counted_s=120.0, warm_up_turns=1)
+    ends_s = sorted(turn.last_s for turn in ran.turns if turn.last_s is not None)
+    idle_s = [
+        turn.arrival_s - max((end_s for end_s in ends_s if end_s <= turn.arrival_s), default=0.0)
+        for turn in ran.turns
+    ]
+    assert LOAD_IDLE_S - 0.1 <= max(idle_s) <= LOAD_IDLE_S + 2.0, (
+        "two seconds: another turn may run meanwhile"
+    )
 
 
 def test_a_batch_ends_when_every_program_has(setup):

@@ -24,7 +24,7 @@ class Engine(EngineCore):
     """vLLM's engine, of which only these calls run."""
 
     def __init__(self) -> None:
-        self.changes: list[str] = []
+        self.changes, self.adapters = list[str](), list[str]()
         changes_so_far = lambda *_: len(self.changes)  # noqa: E731
         self.model_executor: Any = SimpleNamespace(
             collective_rpc=changes_so_far, add_lora=changes_so_far, remove_lora=changes_so_far
@@ -35,7 +35,9 @@ class Engine(EngineCore):
 def engine() -> Iterator[Engine]:
     weight_updates.install()
     engine = Engine()
-    engine.scheduler = SimpleNamespace(on_new_weights=engine.changes.append)  # type: ignore[assignment]
+    engine.scheduler = SimpleNamespace(  # type: ignore[assignment]
+        on_new_weights=engine.changes.append, on_adapter=lambda lora: engine.adapters.append(lora.lora_name)
+    )
     return engine
 
 
@@ -93,7 +95,7 @@ def test_an_adapter_that_replaces_itself_or_is_removed_is_a_change_and_a_new_one
 ) -> None:
     """One that is removed is read again from its files, under the same id too."""
     engine.add_lora(LoRARequest("a", 1, "/adapters/a"))
-    assert engine.changes == []
+    assert engine.changes == [] and engine.adapters == ["a"]
     engine.add_lora(LoRARequest("a", 1, "/adapters/a", load_inplace=True))
     engine.remove_lora(1)
     assert engine.changes == ["load_inplace", "remove_lora"]

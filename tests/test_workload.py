@@ -90,6 +90,12 @@ def test_an_empty_or_binary_file_is_refused(tmp_path, content):
         load_trace(path)
 
 
+def test_a_published_sweeps_jobs_can_be_played_on_a_server():
+    programs = Selection(1, generator="seeds-sweep", count=24, jps=3.0).programs()
+    assert len(programs) == 24 and {len(p.turns) for p in programs} == {8}
+    assert programs[-1].arrival_s == pytest.approx(8, rel=0.5)
+
+
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_generators_keep_to_table_1(name):
     shape, programs = GENERATORS[name], generate(name, 1500, 7)

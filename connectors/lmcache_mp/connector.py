@@ -27,13 +27,14 @@ from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connectors.kv_names import WeightsVersion, kv_fingerprint
+from connectors.kv_names import AdapterNames, WeightsVersion, kv_fingerprint
 from connectors.lmcache_mp.autostart import find_server, one_start
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
@@ -108,7 +109,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
         self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
-        self._version = WeightsVersion()
+        self._version, self._adapters = WeightsVersion(), AdapterNames()
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
@@ -126,7 +127,8 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
         a load reads from L2. Prompts with images have other keys, so nothing is found for them.
         """
-        return self._tiers.locate(prefix.token_ids, self._version.salt(prefix.salt))
+        salt = self._version.salt(prefix.salt, self._adapters.of(cast("LoRARequest | None", prefix.adapter)))
+        return self._tiers.locate(prefix.token_ids, salt)
 
     def transfers(self) -> list[KVTransfer]:
         """Loads since the last call, timed by rank 0; reads of L2, timed by the server."""
@@ -222,6 +224,10 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._version.renew()
         return True
 
+    def on_adapter(self, adapter: LoRARequest) -> None:
+        """vLLM loads it now: its files are those that it reads."""
+        self._adapters.of(adapter)
+
     def _is_pure(self, moved: Any) -> bool:
         """Whether these weights computed all KV of the request."""
         return bool(self.request_trackers[moved.request_id].weights == self._version.number)
@@ -230,7 +236,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         known = self.request_trackers.get(request.request_id)
         tracker = super()._get_or_create_request_tracker(request)
         if tracker is not known:
-            tracker.cache_salt = self._version.salt(tracker.cache_salt)
+            tracker.cache_salt = self._version.salt(
+                tracker.cache_salt, self._adapters.of(request.lora_request)
+            )
             tracker.weights = self._version.number
             tracker.is_declined = False  # it computes what it could load
             tracker.is_selected = False  # the selector chose before the lookup

@@ -196,12 +196,15 @@ def base_url(url: str) -> str:
 def status(
     url: Annotated[str, typer.Argument(help="base URL of a vLLM server, without /v1")],
     replica: Annotated[int | None, typer.Option(min=0, help="of a fleet on Ray Serve: its rank")] = None,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="the server's continuum.metrics_port")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Whether continuum is on, what it brings, and what is wrong. Exit status 1: off, or wrong."""
     at = base_url(url)
     name = at if replica is None else f"{at}, replica {replica}"
-    found = statuses.status_of(name, scrape(at, replica))
+    found = statuses.status_of(name, scrape(at, replica, metrics_port))
     if as_json:
         print(json.dumps(found, indent=1, default=plain))
     else:

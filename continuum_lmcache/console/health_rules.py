@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from continuum_lmcache.console.metrics_page import MetricsPage
+from continuum_lmcache.console.metrics_page import POLICY, MetricsPage
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.telemetry.samples import NO_PIN
 
@@ -31,7 +31,7 @@ FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 
 def policy(page: MetricsPage) -> str:
     """The policy in use; "": continuum is not on."""
-    return next(iter(page.by("continuum_policy_info", "policy")), "")
+    return next(iter(page.by(POLICY, "policy")), "")
 
 
 def kv_usage(page: MetricsPage) -> float | None:
@@ -75,7 +75,8 @@ def off(page: MetricsPage) -> Iterator[Finding]:
         yield warning(
             OFF,
             "this is stock vLLM: the server reports no continuum_policy_info",
-            "to have continuum, start it with --scheduling-policy continuum",
+            "to have continuum, start it with --scheduling-policy continuum (with VLLM_USE_RUST_FRONTEND it "
+            "reports at another port: --metrics-port)",
         )
 
 

@@ -5,6 +5,7 @@ What the server answers is in vllm_plugin/live/programs.py.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,7 @@ from continuum_lmcache.errors import ServerError
 
 REFRESH_S = 1.0
 STATES = {"running": "green", "waiting": "yellow", "in line": "bold yellow", "in a tool call": "cyan"}
-WITHOUT = "{url} has no {path}: it does not run continuum, or an older release of it"
+WITHOUT = "{url} has no {path}: it does not run continuum, or its HTTP server is in Rust"
 Rank = Mapping[str, Any]
 
 
@@ -41,7 +42,7 @@ def save_recordings(url: str, folder: Path) -> None:
 
 def answer(url: str, path: str) -> httpx.Response:
     """Raises ServerError, with the server's own reason if it has one."""
-    response = get(url, path)
+    response = get(url + path, os.environ.get("VLLM_API_KEY", ""))
     if response.status_code == httpx.codes.OK:
         return response
     is_ours = response.status_code == httpx.codes.NOT_FOUND and "continuum.run_output_dir" in response.text

@@ -100,6 +100,7 @@ TABLE: dict[str, tuple[FieldPlace, ...]] = {
     "job_id": (
         FieldPlace("body", "job_id", ours=True),
         FieldPlace("xargs", "job_id", ours=True),
+        FieldPlace("body", "program_id"),
         FieldPlace("xargs", "agentic_context.program_id"),
         FieldPlace("xargs", "agentic_context.session_id", agent="agentic_context.agent_id"),
         FieldPlace("xargs", "agent_hint.session_id"),
@@ -128,6 +129,7 @@ TABLE: dict[str, tuple[FieldPlace, ...]] = {
     HINT_FIELD: (
         FieldPlace("body", "prompt_cache_key"),
         FieldPlace("body", "metadata.user_id", read=session_part),
+        FieldPlace("headers", "x-correlation-id"),  # gateways make one for each request
     ),
 }
 PLACES = [place for places in TABLE.values() for place in places]

@@ -26,6 +26,7 @@ class Prefix:
     token_ids: Sequence[int]
     block_hashes: Sequence[bytes] = ()  # vLLM's, of the request's full blocks; it may have more than the head
     salt: str = ""  # the tenant's `cache_salt`, which vLLM's hashes include
+    adapter: object = None  # the engine's LoRA adapter, which these include too; None: the model itself
 
 
 @dataclass(frozen=True, slots=True)

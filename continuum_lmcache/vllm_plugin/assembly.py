@@ -32,6 +32,7 @@ from continuum_lmcache.vllm_plugin.files import (
     path_of_rank,
     recording_path,
 )
+from continuum_lmcache.vllm_plugin.hooks import rust_frontend
 from continuum_lmcache.vllm_plugin.hooks.engine_args import TOOL_PARSER, read_profile
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
@@ -51,6 +52,7 @@ class EngineParts:
     step_timer: StepTimer
     tool_calls: ToolCallReader
     files: EngineFiles
+    from_rust: bool = False  # requests come as vLLM's HTTP server in Rust sends them
     samples: MetricSamples = field(default_factory=MetricSamples)
     ignored: Counter[str] = field(default_factory=Counter)  # fields of requests, by name
     new_weights: Counter[str] = field(default_factory=Counter)  # by the name of the call
@@ -91,8 +93,10 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             type(scheduler.connector).__name__,
         )
     residency.store.set_load_selector(engine.load_policy.tokens_to_load)
-    step_timer = StepTimer(advisor.rates, residency)
-    return EngineParts(engine, residency, blocks, step_timer, tool_calls, files)
+    step_timer, rust = StepTimer(advisor.rates, residency), rust_frontend.told(scheduler.vllm_config)
+    if rust is not None:
+        rust.show_metrics(config.policy, rank)
+    return EngineParts(engine, residency, blocks, step_timer, tool_calls, files, rust is not None)
 
 
 def run_facts(scheduler: Scheduler, config: ContinuumConfig) -> dict[str, str]:

@@ -15,8 +15,8 @@ from vllm.v1.request import Request, RequestStatus
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import NewTurn
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.identity import ProgramFields, name, namespace_of, parse
-from continuum_lmcache.programs.session_fields import NESTED, unused_fields
+from continuum_lmcache.programs.identity import SERVER_FIELDS, ProgramFields, name, namespace_of, parse
+from continuum_lmcache.programs.session_fields import NESTED, SentFields, program_values, unused_fields
 from continuum_lmcache.types import TurnId
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -28,14 +28,13 @@ STOPPED = {
 }
 
 
-def new_turn(request: Request, config: ContinuumConfig) -> tuple[NewTurn, list[str]]:
+def new_turn(request: Request, config: ContinuumConfig, from_rust: bool = False) -> tuple[NewTurn, list[str]]:
     """The request as a turn that has arrived, and the names of ignored fields.
 
-    A request for one token calls no tool, so it is linked to no program: it is a beam of a search, or scores
-    a prompt.
+    A request for one token without any name calls no tool, so it is linked to no program: it is a beam of a
+    search, or scores a prompt. `from_rust`: through vLLM's HTTP server in Rust.
     """
-    fields, bad = identity(request)
-    ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
+    fields, ignored = identity(request, from_rust)
     if NESTED in ignored:
         logger.warning_once(
             "A request's body has an object extra_body, of which nothing is read: put its fields into the "
@@ -51,30 +50,37 @@ def new_turn(request: Request, config: ContinuumConfig) -> tuple[NewTurn, list[s
             "program_turns of tenants is ignored: see continuum.honor_program_age (logged once)"
         )
         ignored, fields = [*ignored, "program_turns"], replace(fields, turns=0, age_s=0.0)
-    may_be_linked = config.infer_programs and request.max_tokens > 1
+    is_named = fields.job_id is not None or bool(fields.hint)
+    may_be_linked = config.infer_programs and (is_named or request.max_tokens > 1)
     return NewTurn(TurnId(request.request_id), fields, namespace, priority, may_be_linked), ignored
 
 
-def identity(request: Request) -> tuple[ProgramFields, str]:
-    """The request's fields about its program; the second value names a field that could not be used.
+def identity(request: Request, from_rust: bool = False) -> tuple[ProgramFields, list[str]]:
+    """The request's fields about its program, and the names of those that could not be used.
 
     API servers have refused bad fields already. Values from other ways (LLM.generate, a
     session id) must not harm the engine: a bad one is ignored, and the caller counts it.
     """
-    sent, bad = extra_args(request), ""
     try:
-        fields = parse(sent)
+        sent = sent_to_rust(request) if from_rust else extra_args(request)
+        fields, ignored = parse(sent), unused_fields(sent)
     except RequestError as error:
-        fields, bad = ProgramFields(), str(error).split()[0]
+        return ProgramFields(), [str(error).split()[0]]
     params = request.sampling_params
     is_beam = params is None or params.max_tokens == 1  # of the session's search
-    if fields.job_id is None and not bad and not is_beam:
+    if fields.job_id is None and not is_beam:
         try:
-            session = name("session_id", request.session_id or None)
+            fields = replace(fields, job_id=name("session_id", request.session_id or None))
         except RequestError:
-            session, bad = None, "session_id"
-        fields = replace(fields, job_id=session)
-    return fields, bad
+            ignored = ignored or ["session_id"]  # it may be a header that is counted already
+    return fields, ignored
+
+
+def sent_to_rust(request: Request) -> dict[str, Any]:
+    """What vLLM's server in Rust has passed on of a request, read as our API server reads it: by the table,
+    and without the fields that only it may set. Raises RequestError."""
+    xargs = {k: v for k, v in extra_args(request).items() if k not in SERVER_FIELDS}
+    return xargs | program_values(SentFields({"session_id": request.session_id or None}, xargs, {}))
 
 
 def extra_args(request: Request) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,14 +31,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
-from continuum_lmcache.types import TurnId
+from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, program_release, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.live import routes
 from continuum_lmcache.vllm_plugin.live.programs import LivePrograms
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
+from continuum_lmcache.vllm_plugin.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
 
@@ -55,6 +56,7 @@ class ContinuumMixin(Scheduler):
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
         routes.install()
+        program_release.install()
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
@@ -234,7 +236,11 @@ class ContinuumMixin(Scheduler):
         if now_s < self._report_at_s and (self.running or super().has_requests()):
             return stats
         self._report_at_s = now_s + REPORT_EVERY_S
-        return prometheus.attach(stats, self._metrics_delta.delta())
+        figures = self._metrics_delta.delta()
+        if self._parts.from_rust:  # nobody would read them on the way
+            prometheus.observe(figures, self.parallel_config.data_parallel_index)
+            return stats
+        return prometheus.attach(stats, figures)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """vLLM's, without pins. With `reset_running_requests` turns that wait with loaded KV lose it, beside
@@ -260,6 +266,16 @@ class ContinuumMixin(Scheduler):
         self._blocks.forget_all()
         if self.reset_connector_cache() is False:
             raise RuntimeError("the KV connector kept its cache, so the weights may not change")
+
+    def on_adapter(self, lora_request: LoRARequest) -> None:
+        """vLLM loads an adapter now."""
+        if (note := getattr(self.connector, "on_adapter", None)) is not None:
+            note(lora_request)
+
+    def on_release(self, program: str) -> None:
+        """A client says that its program has ended."""
+        self._report_due |= bool(self._pins.pinned)
+        self._events.released(self.clock(), ProgramId(program))
 
     def _forget_loaded(self) -> None:
         """Have turns compute what a load has brought, or will, if they have not run since."""

@@ -28,6 +28,7 @@ class TurnEvents:
         self._turns, self._programs, self._pins = engine.turns, engine.programs, engine.pins
         self._load_policy = engine.load_policy
         self.tool_calls, self._ignored, self._samples = parts.tool_calls, parts.ignored, parts.samples
+        self._from_rust = parts.from_rust
         self._recorder = parts.files.recorder
 
     def carry_out(self, events: Iterable[Event]) -> None:
@@ -66,7 +67,7 @@ class TurnEvents:
     # a request's life ------------------------------------------------------
 
     def arrived(self, now_s: float, request: Request) -> None:
-        new, ignored = new_turn(request, self._engine.config)
+        new, ignored = new_turn(request, self._engine.config, self._from_rust)
         self._ignored.update(ignored)
         self.carry_out(self._engine.turn_arrived(now_s, new, request))
 
@@ -134,6 +135,10 @@ class TurnEvents:
     def on_reclaimed(self, now_s: float, programs: Sequence[ProgramId]) -> None:
         """A request got blocks of these programs' pins."""
         self.carry_out(self._engine.release_pins(now_s, programs, PinEnd.RECLAIMED))
+
+    def released(self, now_s: float, program: ProgramId) -> None:
+        """The client of this program will send no more turns."""
+        self.carry_out(self._engine.program_released(now_s, program))
 
     def release_all_pins(self, now_s: float) -> None:
         """Before a cache reset, sleep or shutdown."""

@@ -55,7 +55,10 @@ PAIR_GAP_S = 0.05
 WAKE_S = 0.5  # from a thaw to the first request
 LEAST_COUNTED_S = 30.0
 NO_TIME = "no time was left"
-FIGURES = ("tokens_per_s", "goodput_10", "goodput_30", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "ttft_max_s")
+FIGURES = (
+    *("tokens_per_s", "goodput_10", "goodput_30", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"),
+    *("ttft_max_s", "in_time_share", "sessions_in_time_share", "interactivity_p90"),
+)
 
 
 Save = Callable[[dict[str, Any]], None]
@@ -261,7 +264,8 @@ def simulated(
         label, sessions, start_s = row["label"], row["sessions"], row["warm_up_s"]
         programs = selection(out / "programs.jsonl", sessions).programs(print)
         end_s = start_s + row["counted_s"]
-        played = play(programs, setup(label, place, machine), sessions, SEED + sessions, end_s)
+        of_label = setup(label, place, machine)
+        played = play(programs, of_label, sessions, SEED + sessions, end_s, warm_up_turns=0)
         found.append(
             {"label": label, "sessions": sessions, **figures(played.turns, sessions, start_s, end_s)}
         )
@@ -308,25 +312,24 @@ def groups(place: Place, sessions: int, done: Collection[tuple[str, int]]) -> li
 def started(
     group: Sequence[Contender], bench: Bench, until: ExitStack
 ) -> Iterator[tuple[Contender, str | ServerError]]:
-    """All servers of a group, started together; the URL, or why there is none."""
+    """All servers of a group, started together; the URL, or why there is none. `until` ends each that began,
+    whatever interrupts."""
     start_s = min(START_S, bench.left_s - bench.place.warm_up_s - LEAST_COUNTED_S)
 
-    def start(who: Contender) -> tuple[str | ServerError, ExitStack]:
-        own = ExitStack()
+    def start(who: Contender, own: ExitStack) -> str | ServerError:
         try:
-            return up(who, bench, start_s, own), own
+            return up(who, bench, start_s, own)
         except ServerError as error:
             own.close()
-            return error, own
+            return error
 
     if start_s < 0:
         yield from ((who, ServerError(NO_TIME)) for who in group)
         return
+    each = [until.enter_context(ExitStack()) for _ in group]
     with ThreadPoolExecutor(len(group)) as pool:
-        found = list(pool.map(start, group))
-    for _, own in found:
-        until.push(own)
-    yield from ((who, came) for who, (came, _) in zip(group, found, strict=True))
+        found = list(pool.map(start, group, each))
+    yield from zip(group, found, strict=True)
 
 
 def up(who: Contender, bench: Bench, start_s: float, until: ExitStack) -> str:

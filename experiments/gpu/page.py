@@ -127,7 +127,8 @@ def sessions_table(
         line = [str(row["sessions"]), row["label"]]
         played = [r for r in simulated if (r["label"], r["sessions"]) == (row["label"], row["sessions"])]
         for name in FIGURES:
-            cell = f"{row[name]:.3g}" if name in row else row.get("why", "")
-            line.append(f"{cell} ({played[0][name]:.3g})" if played and name in row else cell)
+            measured, predicted = row.get(name), played[0].get(name) if played else None
+            cell = row.get("why", "") if measured is None else f"{measured:.3g}"
+            line.append(cell if measured is None or predicted is None else f"{cell} ({predicted:.3g})")
         lines.append(line)
     return [["sessions", "", *FIGURES], *lines]

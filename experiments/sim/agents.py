@@ -164,7 +164,11 @@ class Agents:
             self.jobs[program.program_id] = JobResult(program.program_id, live.started_s, now_s)
         else:
             assert spec.gap_s is not None  # simulate() has asked
-            self.timetable.at(now_s + spec.gap_s, partial(self._submit, live))
+            self._rest(live, spec.gap_s)
+
+    def _rest(self, live: LiveProgram, gap_s: float) -> None:
+        """The program's next turn arrives after so long."""
+        self.timetable.at(self.clock.now_s + gap_s, partial(self._submit, live))
 
 
 def called(turn: TurnSpec) -> str:

@@ -28,6 +28,7 @@ from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Tier
 from experiments.sim.agents import Agents
 from experiments.sim.clock import Timetable, VirtualClock, virtual_time
+from experiments.sim.gate import Gate
 from experiments.sim.peers import timed_modules
 from experiments.sim.result import Result
 from experiments.sim.serving import Setup, build_scheduler
@@ -269,6 +270,7 @@ class Simulation:
     ) -> None:
         self.setup, self.clock = setup, clock
         self.timetable = Timetable()
+        self.gate = Gate(setup.machine.kv_tokens, clock, self.timetable, self.admit) if setup.gate else None
         self.agents = agents_of(setup, clock, self.timetable, self.send)
         self.engines = [
             Engine(setup, scheduler, clock, self.timetable, self.agents, partial(self.hear, at), speed)
@@ -277,10 +279,16 @@ class Simulation:
 
     def send(self, request: Request) -> None:
         """A turn arrives."""
+        (self.gate.arrive if self.gate else self.admit)(request)
+
+    def admit(self, request: Request) -> None:
+        """The engine gets a turn."""
         self.engines[0].add(request)
 
     def hear(self, _replica: int, said: Any) -> None:
         """An engine has an output of a request."""
+        if self.gate:
+            self.gate.heard(said)
         self.agents.hear(said)
 
     def run(self) -> Result:

@@ -56,6 +56,7 @@ class Setup:
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
     untold_ends: bool = False  # clients do not say that a turn is their last
+    gate: bool = False  # a router's gate in front of the engine (gate.py)
     told_gbps: float | None = None  # of the disk, as a wrong profile has it; None: as it is
     log_stats: bool = False  # as in a server; the simulator does not read them
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims

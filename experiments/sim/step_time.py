@@ -115,6 +115,7 @@ class Machine:
 
 SMALL_KV_TOKENS = {"a10": 26_880, "rtx-5090": 95_856, "l40s": 192_768}  # as the doctor computes them
 PAIR = "2xh100-qwen3-coder-30b"  # the machine of the public closed-loop figures
+TIER_STEP_S = {PAIR: 0.008}  # by so much a step is longer with a tier, in its logs; 0 where nothing is known
 MACHINES = {
     name: Machine.from_profile(derived(card), name)
     for name, card in {"a100": "a100-80gb", "h100": "h100", "h200": "h200", "b200": "b200"}.items()

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from continuum_lmcache.errors import TraceError
-from experiments.sessions import capped
+from experiments.sessions import TREE_IDLE_S, capped
 from experiments.sim.fitted_programs import pool, shapes
 from experiments.sim.step_time import Machine
 from experiments.workload import (
@@ -39,7 +39,6 @@ LONGEST_GAP_S = 600.0  # a longer one is an absent user's; it is cut to this
 CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` assumes,
 DECODE_BATCH = 8  # and the turns that decode together
 HALVES = ("tune", "report")
-PUBLISHED_GAP_CAP_S = 170.0  # so that 12 sessions get the public run's output
 MEAN_PROMPT_TOKENS = 98_744  # of Claude Code's programs in a window of 262,144 tokens
 PUBLISHED_ANSWERS, PUBLISHED_POWER = 1.72, 1.7  # times as long at that prompt, and by so much more at longer
 FITTED = "fitted"  # stands where a half does: programs drawn from what `tune` was fitted to
@@ -110,14 +109,14 @@ def half(name: str, part: str, window_tokens: int = WINDOW_TOKENS) -> tuple[Prog
 def sessions_of(name: str, part: str, window_tokens: int) -> tuple[Program, ...]:
     """The same half for a closed loop: nothing shrunk, each program until its window is full.
 
-    Raises TraceError. Gaps are capped, and Claude Code's programs are `as_published`.
+    Raises TraceError. Gaps are capped, and Claude Code's programs are `as_published`. The traces have no
+    subagents: each program is a session with one request at a time.
     """
     refuse_unknown(name, part)
     programs = pool(name) if part == FITTED else _with_gaps(_chosen(name, part), name)
+    programs = capped(programs, TREE_IDLE_S)
     if name == "claude-code":
-        programs = tuple(as_published(p, window_tokens) for p in capped(programs, PUBLISHED_GAP_CAP_S))
-    else:
-        programs = capped(programs)
+        programs = tuple(as_published(p, window_tokens) for p in programs)
     return tuple(cut for p in programs if (cut := _cut(p, window_tokens)).turns)
 
 
@@ -126,14 +125,20 @@ def as_published(program: Program, window_tokens: int) -> Program:
 
     That run's corpus is a later draw of the same trace. Its prompts have the same lengths. Its answers are
     twice as long, and longer in longer contexts: a running request holds 137,000 tokens at 12 sessions,
-    where prompts have 99,000 on average (records/sessions.md#the-machine).
+    where prompts have 99,000 on average (records/sessions.md#the-machine). A prompt repeats no answer: the
+    harness writes text of its own in its place.
     """
 
     def answer(turn: TurnSpec) -> int:
         longer = PUBLISHED_ANSWERS * (turn.input_tokens / MEAN_PROMPT_TOKENS) ** PUBLISHED_POWER
         return max(1, min(round(longer * turn.output_tokens), window_tokens - turn.input_tokens))
 
-    return replace(program, turns=tuple(replace(t, output_tokens=answer(t)) for t in program.turns))
+    turns, before = [], 0
+    for turn in program.turns:
+        new = turn.input_tokens - min(turn.kept_tokens, before)
+        turns.append(replace(turn, new_tokens=new, output_tokens=answer(turn)))
+        before = turn.input_tokens
+    return replace(program, turns=tuple(turns))
 
 
 def _cut(program: Program, window_tokens: int) -> Program:

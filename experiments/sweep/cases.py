@@ -13,6 +13,7 @@ ROUTER = "vllm-router"  # with the settings that its documentation shows; the pe
 ROUTER_WARM = "vllm-router-warm"  # its statistics fill within a run
 ROUTERS = (ROUTER, ROUTER_WARM)
 AGENTINFER = "agentinfer"
+GATE = "thunderagent-gate"  # in front of vLLM's own scheduler (sim/gate.py)
 PEERS = (*ROUTERS, AGENTINFER)
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
 
@@ -88,8 +89,8 @@ class SessionPoint:
     programs: int = 0  # of the batch; 0: sessions without end
     dram_kv: float = 0.0  # DRAM in sizes of the GPU's KV cache
     kv_contexts: float = 0.0  # as a Point's
-    warm_up_s: float = 1200.0  # before it counts: the first full prompt of every session
-    counted_s: float = 2400.0
+    warm_up_turns: int = 11  # AgentX's (experiments/sessions.py)
+    counted_s: float = 2400.0  # after them; AgentX: an hour
     step_tokens: int = 8192
     block_tokens: int = 256  # of contexts of 100,000 tokens
     merge_steps: int = 32

@@ -58,9 +58,9 @@ FIGURES = (
 )
 SESSION_FIGURES = (
     *("tokens_per_s", "goodput_10", "goodput_30", "goodput_60", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"),
-    *("ttft_max_s", "turns", "in_time_share", "sessions_in_time_share", "starved_sessions", "tpot_s"),
-    *("programs", "programs_in_time_share", "job_p95_s", "end_s", "twice_tokens", "cold_sessions"),
-    "measured",
+    *("ttft_max_s", "ttft_mean_s", "interactivity_p90", "turns", "in_time_share", "sessions_in_time_share"),
+    *("starved_sessions", "tpot_s", "programs", "programs_in_time_share", "job_p95_s"),
+    *("start_s", "end_s", "twice_tokens", "measured"),
 )
 Row = Mapping[str, str]
 

@@ -11,11 +11,12 @@ from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
-from experiments.sim.step_time import MACHINES, Machine
+from experiments.sim.step_time import MACHINES, TIER_STEP_S, Machine
 from experiments.sim.trace_programs import arriving, half
 from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time
 from experiments.sweep.cases import (
     ENDLESS,
+    GATE,
     PEERS,
     STOCK,
     Point,
@@ -58,6 +59,9 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         contexts = [p.context_tokens for p in traced(point)]
         fits_all = max(contexts) + Setup().block_tokens
         machine = replace(machine, kv_tokens=max(fits_all, int(point.kv_contexts * mean(contexts))))
+    if point.offloads:
+        longer_s = machine.step.fixed_s + TIER_STEP_S.get(machine.name, 0.0)
+        machine = replace(machine, step=replace(machine.step, fixed_s=longer_s))
     if point.contender == ENDLESS:
         machine = replace(machine, kv_tokens=sum(p.context_tokens + 64 for p in programs))
     setup = Setup(
@@ -69,6 +73,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         merge_steps=point.merge_steps,
         wrong_hints=point.wrong_hints,
         untold_ends=point.untold_ends,
+        gate=point.contender == GATE,
         continuum={} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s},
     )
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
@@ -91,7 +96,7 @@ def policy_of(contender: str) -> str:
     """The simulator's name of a contender's policy."""
     if contender in PEERS:
         return contender
-    special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs"}
+    special = {STOCK: STOCK_POLICY, GATE: STOCK_POLICY, ENDLESS: "program-fcfs"}
     if contender in special:
         return special[contender]
     if ":" not in contender and contender not in policies.known():

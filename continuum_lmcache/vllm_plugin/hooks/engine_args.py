@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -41,10 +40,20 @@ from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.vllm_plugin.files import recording_path
-from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields, weight_updates
+from continuum_lmcache.vllm_plugin.hooks import (
+    data_parallel,
+    prometheus,
+    request_fields,
+    rust_frontend,
+    weight_updates,
+)
 
 logger = init_logger("vllm.continuum_lmcache")
 POLICY = "continuum"
+HELP = (
+    "\n\n- \"continuum\" is fcfs by agents' programs: a turn's KV stays on the GPU while its tool runs, if "
+    "that pays (continuum-lmcache)."
+)
 SCHEDULERS = "continuum_lmcache.vllm_plugin.scheduler."
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
 OLDEST = (0, 30)
@@ -80,6 +89,7 @@ def with_continuum(stock: Callable[..., Any]) -> Callable[..., Any]:
         for action in parser._actions:
             if action.dest == "scheduling_policy" and POLICY not in (action.choices or (POLICY,)):
                 action.choices = [*action.choices, POLICY]
+                action.help = f"{action.help or ''}{HELP}"
             if action.dest == "kv_transfer_config":
                 action.type = text_or_file(action.type)
         return parser
@@ -110,12 +120,13 @@ def text_or_file(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def with_tool_parser(stock: Callable[..., EngineArgs]) -> Callable[..., EngineArgs]:
-    """from_cli_args that keeps the names of the API server's tool parser: the engine reads calls too."""
+    """from_cli_args that keeps arguments of the API server: the engine reads tool calls too."""
 
     @functools.wraps(stock)
     def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
         made = stock(cls, args)
-        vars(made).update({name: getattr(args, name, None) or "" for name in TOOL_PARSER})
+        kept = (*TOOL_PARSER, *rust_frontend.ARGUMENTS)
+        vars(made).update({name: getattr(args, name, None) or "" for name in kept})
         return made
 
     return from_cli_args
@@ -134,7 +145,9 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
             refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
             config = stock(self, *args, **kwargs)
             prepare_connector(config, is_command)
-            adopt(config)
+            settings = adopt(config)
+            is_rust = rust_frontend.chosen(self, bool(kwargs.get("headless")))
+            rust = rust_frontend.prepare(self, settings.metrics_port) if is_rust else None
         except ContinuumError as error:
             if not is_command:
                 raise
@@ -143,13 +156,15 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
             self.scheduling_policy = POLICY
         # no field of vLLM's, so no hash of the compiled model has it; each engine's process gets it
         vars(config.scheduler_config).update({name: getattr(self, name, "") for name in TOOL_PARSER})
+        vars(config.scheduler_config)[rust_frontend.TOLD] = rust
         return config
 
     return create_engine_config
 
 
-def adopt(config: VllmConfig) -> None:
-    """Put our scheduler into a finished config. Raises ConfigError if that is impossible."""
+def adopt(config: VllmConfig) -> ContinuumConfig:
+    """Put our scheduler into a finished config. Returns the settings. Raises ConfigError if that is
+    impossible."""
     model, parallel = config.model_config, config.parallel_config
     refuse(config.scheduler_config.scheduler_cls is not None, "this model has its own scheduler")
     refuse(getattr(model, "is_diffusion", False), "diffusion models are not scheduled by turns")
@@ -159,11 +174,7 @@ def adopt(config: VllmConfig) -> None:
         parallel.distributed_executor_backend == "external_launcher",
         "external_launcher needs the same decisions on every rank, and a TTL depends on each one's clock",
     )
-    refuse(
-        bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False)) or "--grpc" in sys.argv,
-        "it reads programs' names and API keys in vLLM's Python HTTP server; drop --grpc, and unset "
-        "VLLM_USE_RUST_FRONTEND",
-    )
+    refuse("--grpc" in sys.argv, "it reads programs' names and API keys in vLLM's HTTP server; drop --grpc")
     settings = load_settings(config)
     policy_named(settings.policy)  # here too, so that a mistake stops the start and not the engine
     if settings.profile:
@@ -179,13 +190,20 @@ def adopt(config: VllmConfig) -> None:
     if config.shutdown_timeout == 0 and (writes_files or has_server):
         # at 0 vLLM kills the engine before it can write, and LMCache's server before it frees its memory
         config.shutdown_timeout = CLOSE_TIMEOUT_S
-    request_fields.install()
-    prometheus.install()
-    prometheus.observe({"policy_info": {settings.policy: 1.0}}, engine=0)  # before the first request
-    data_parallel.install(SCHEDULERS)
-    weight_updates.install_in_api_server()
     check_version(version("vllm"))
+    try:
+        request_fields.install()
+        prometheus.install()
+        data_parallel.install(SCHEDULERS)
+        weight_updates.install_in_api_server()
+        import_module(SCHEDULERS.rstrip("."))
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"--scheduling-policy {POLICY}: vLLM {version('vllm')}: {error}; {SUPPORTED}"
+        ) from error
+    prometheus.observe({"policy_info": {settings.policy: 1.0}}, engine=0)  # before the first request
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
+    return settings
 
 
 def check_version(found: str) -> None:

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 
 from continuum_lmcache.programs.session_fields import HEADERS
-from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, program_release, wrapping
 from continuum_lmcache.vllm_plugin.live import routes
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
@@ -43,6 +43,8 @@ def install() -> None:
                 if each.cls is AuthenticationMiddleware:
                     said = sent.get("authorization", "")
                     api_keys.owner.set(api_keys.owner_of(said, each.kwargs["tokens"]))
+        if program_release.is_asked(self, scope):
+            return await program_release.answer(self, scope, receive, send)
         if scope["type"] != "http":
             return await stock(self, scope, receive, send)
         added: dict[str, str] = {}

@@ -107,9 +107,12 @@ def _note_before(engine: Any, name: str, change: Callable[..., str | None]) -> N
     stock = getattr(engine, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tell = getattr(getattr(self, "scheduler", None), "on_new_weights", None)  # none while it begins
-        if tell is not None and (by := change(*args, **kwargs)) is not None:
-            tell(by)
+        scheduler: Any = getattr(self, "scheduler", None)
+        if hasattr(scheduler, "on_new_weights"):  # not while it begins
+            if (by := change(*args, **kwargs)) is not None:
+                scheduler.on_new_weights(by)
+            if name == "add_lora":
+                scheduler.on_adapter(*args, **kwargs)
         return stock(self, *args, **kwargs)
 
     call.__name__ = name

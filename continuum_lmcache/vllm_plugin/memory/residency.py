@@ -60,4 +60,5 @@ class ResidencyLookup:
 
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
         token_ids = request.all_token_ids[:tokens]
-        return self.store.locate(Prefix(token_ids, request.block_hashes, request.cache_salt or ""))
+        salt, adapter = request.cache_salt or "", request.lora_request
+        return self.store.locate(Prefix(token_ids, request.block_hashes, salt, adapter))
