@@ -19,6 +19,14 @@ PAGES = {"index.md": ROOT / "README.md", "architecture.md": ROOT / "ARCHITECTURE
 LINK = re.compile(r"(!?)\[((?:[^\]`]|`[^`]*`)*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """Pages that mkdocs.yml does not name stand behind the others, so that none is left out."""
+    named = str(config["nav"])
+    found = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    config["nav"].append({"More": [name for name in found if f"'{name}'" not in named]})
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=source.read_text(encoding="utf-8")))
