@@ -282,8 +282,7 @@ class Engine:
 
         `served`: where its prompt came from. `uses_pin`: it has the pin's blocks.
         """
-        turn.started_s = now_s
-        self.turns.without_token.add(turn.id)
+        self.turns.start(now_s, turn)
         program, hashes, found_tokens = turn.program, prompt.block_hashes, turn.found_tokens
         program.is_waiting = False
         if not program.turns:  # else it found what its own last turn left

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from continuum_lmcache.vllm_plugin.memory.pinned_hits import PinnedHits
 
 BLOCK = 16
 
@@ -70,6 +73,7 @@ class Bench:
         chunked: bool = True,
         spec: Any = None,
         drafts: int = 0,
+        checks_hits: bool = True,
     ) -> None:
         init_none_hash(sha256)
         is_async = "Async" in scheduler_cls.__name__
@@ -109,6 +113,10 @@ class Bench:
             block_size=BLOCK,
             log_stats=log_stats,
         )
+        coordinator = self.scheduler.kv_cache_manager.coordinator
+        found = getattr(coordinator.find_longest_cache_hit, "__self__", None)
+        if checks_hits and isinstance(found, PinnedHits):
+            coordinator.find_longest_cache_hit = partial(checked_hit, found)
         self.scheduler.clock = lambda: self.now_s
         self.events: deque[Any] = deque(maxlen=10_000)  # what the engine said, in order
         if self.engine is not None:
@@ -242,6 +250,14 @@ class Bench:
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
+
+
+def checked_hit(hits: PinnedHits, block_hashes: Sequence[Any], most_tokens: int) -> Any:
+    """A hit from a pin, which must be what vLLM finds then: the same KV, of which there may be two copies."""
+    (blocks,), *found = hits.find_longest_cache_hit(block_hashes, most_tokens)
+    (stock,), *wanted = hits._find(block_hashes, most_tokens)
+    assert [b.block_hash for b in blocks] == [b.block_hash for b in stock] and found == wanted
+    return (blocks,), *found
 
 
 def check_nothing_is_left(bench: Bench) -> None:

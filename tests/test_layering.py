@@ -179,6 +179,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "schedule",
         "add_request",
         "_free_request",
+        "_free_blocks",
         "_update_after_schedule",
         "update_from_output",
         "_update_waiting_for_remote_kv",

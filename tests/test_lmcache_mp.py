@@ -70,6 +70,24 @@ Make = Callable[..., MpRig]
 # ---- residency
 
 
+class Unread(list[int]):
+    """Tokens that nobody may look at."""
+
+    def __getitem__(self, at: Any) -> Any:
+        raise AssertionError("each chunk's tokens are read again")
+
+
+def test_a_prompt_that_was_located_once_is_located_by_vllms_block_hashes_alone() -> None:
+    poller = TierPoller(lambda *_: msgspec.msgpack.encode(ANSWER), ChangesRequest("m", 1))
+    tiers = MpTiers(poller, TokenHasher(CHUNK, "blake3"), bytes_per_token=8, block_tokens=CHUNK // 2)
+    tokens, hashes = prompt(1, 3), [b"%d" % block for block in range(6)]
+    names = list(tiers._names(tokens, ""))
+    poller.mirror._stored[0].update(names[:2])
+    assert tiers.locate(tokens, "", hashes) == TierHit(2 * CHUNK, 0)
+    assert tiers.locate(Unread(tokens), "", hashes) == TierHit(2 * CHUNK, 0)
+    assert tiers.locate(tokens, "other weights", hashes) == TierHit(0, 0)
+
+
 def test_what_an_earlier_server_left_in_l2_is_known_at_the_start(tmp_path: Path) -> None:
     """So a prompt that nobody stored is not looked up: L2 answers that after the writes in its queue."""
     directory = tmp_path / "kept"

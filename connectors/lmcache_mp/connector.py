@@ -29,6 +29,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
@@ -97,9 +98,10 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
         adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"
         if role == KVConnectorRole.SCHEDULER:
-            self._start_polling(vllm_config.model_config.max_model_len)
+            _, block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            self._start_polling(vllm_config.model_config.max_model_len, block_tokens)
 
-    def _start_polling(self, max_model_len: int) -> None:
+    def _start_polling(self, max_model_len: int, block_tokens: int) -> None:
         adapter = self.scheduler_adapter
         (client,) = adapter.req_clients.values()
         request = ChangesRequest(adapter.model_name, adapter.world_size, scheduler=uuid.uuid4().hex)
@@ -107,7 +109,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         reply = first_answer(self._poller)
         hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
-        self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len)
+        self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len, block_tokens)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._version, self._adapters = WeightsVersion(), AdapterNames()
         self._found: dict[str, TierHit] = {}
@@ -128,7 +130,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         a load reads from L2. Prompts with images have other keys, so nothing is found for them.
         """
         salt = self._version.salt(prefix.salt, self._adapters.of(cast("LoRARequest | None", prefix.adapter)))
-        return self._tiers.locate(prefix.token_ids, salt)
+        return self._tiers.locate(prefix.token_ids, salt, prefix.block_hashes)
 
     def transfers(self) -> list[KVTransfer]:
         """Loads since the last call, timed by rank 0; reads of L2, timed by the server."""
@@ -167,14 +169,19 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if request.skip_reading_prefix_cache:
             return
         if self._eager_prefetch and not request.resumable:
-            self._note_lookup(request.request_id, self._get_or_create_request_tracker(request))
+            self._note_lookup(request, self._get_or_create_request_tracker(request))
         super().on_new_request(request)
 
-    def _note_lookup(self, request_id: str, tracker: Any) -> None:
+    def _note_lookup(self, request: Request, tracker: Any) -> None:
         """Note that the request's lookup is submitted now, or was before."""
-        self._leases.on_lookup(request_id)
-        if request_id not in self._found:
-            self._found[request_id] = self._tiers.locate(tracker.get_token_ids(), tracker.cache_salt)
+        self._leases.on_lookup(request.request_id)
+        if request.request_id not in self._found:
+            self._found[request.request_id] = self._locate(request, tracker)
+
+    def _locate(self, request: Request, tracker: Any) -> TierHit:
+        """Where its KV is. Of an image LMCache's tokens are not vLLM's."""
+        block_hashes = () if request.mm_features else request.block_hashes
+        return self._tiers.locate(tracker.get_token_ids(), tracker.cache_salt, block_hashes)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -199,7 +206,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if not has_asked and not self._needs_lookup(request, tracker, num_computed_tokens):
             return 0, False
         tracker.no_lookup = None
-        self._note_lookup(request.request_id, tracker)
+        self._note_lookup(request, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
             # tokens as computed, and stores their blocks before they are computed
@@ -274,8 +281,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             return True
         if tracker.no_lookup == (computed_tokens, number):
             return False
-        token_ids = tracker.get_token_ids()
-        stored = self._tiers.locate(token_ids, tracker.cache_salt)
+        stored = self._locate(request, tracker)
         stored_tokens = stored.dram_tokens + stored.ssd_tokens
         found = stored_tokens - computed_tokens
         if found <= 0:
@@ -291,7 +297,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                 if chosen < found:  # of a lookup that was submitted LMCache submits no other
                     self.scheduler_adapter.maybe_submit_lookup_request(
                         request_id,
-                        token_ids=token_ids[: computed_tokens + chosen],
+                        token_ids=tracker.get_token_ids()[: computed_tokens + chosen],
                         cache_salt=tracker.cache_salt,
                         request_configs=tracker.request_configs,
                         reserve_last_token=self._reserve_last_token_for_lookup,

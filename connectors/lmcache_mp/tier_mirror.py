@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -176,12 +176,19 @@ class MpTiers:
     """The core's TierStore over an MP server: answers from the mirror, and never waits."""
 
     def __init__(
-        self, poller: TierPoller, hasher: Any, bytes_per_token: int, longest_prompt_tokens: int = 0
+        self,
+        poller: TierPoller,
+        hasher: Any,
+        bytes_per_token: int,
+        longest_prompt_tokens: int = 0,
+        block_tokens: int = 1,
     ) -> None:
+        """`block_tokens`: what one of vLLM's block hashes adds."""
+        self._block_tokens = block_tokens
         self._poller, self._bytes_per_token = poller, bytes_per_token
         self._longest_prompt_tokens = longest_prompt_tokens
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
-        self._hashes: BoundedDict[tuple[int, int], int] = BoundedDict(MEMO_CHUNKS)
+        self._hashes: BoundedDict[Hashable, Any] = BoundedDict(MEMO_CHUNKS)
         self._join = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
 
@@ -205,10 +212,11 @@ class MpTiers:
         """How many tokens L1 keeps free: a longer load from L2 fails."""
         return self._poller.spare_bytes // self._bytes_per_token
 
-    def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
+    def locate(self, token_ids: Sequence[int], salt: str, block_hashes: Sequence[Hashable] = ()) -> TierHit:
+        """`block_hashes`: vLLM's, if they cover these tokens and no others."""
         if not self._poller.is_fresh:
             return NOTHING
-        dram_chunks, ssd_chunks = self._poller.mirror.plan(self._names(token_ids, salt))
+        dram_chunks, ssd_chunks = self._poller.mirror.plan(self._names(token_ids, salt, block_hashes))
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
     def transfers(self) -> list[KVTransfer]:
@@ -234,18 +242,26 @@ class MpTiers:
         lookups = [self._poller.lookups.popleft() for _ in range(len(self._poller.lookups))]
         self._transfers += self._join.join(report.loads, lookups)
 
-    def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
+    def _names(
+        self, token_ids: Sequence[int], salt: str, block_hashes: Sequence[Hashable] = ()
+    ) -> Iterator[bytes]:
         """Of each full chunk, lazily, head first.
 
-        LMCache's own hashes, remembered: to hash 8k tokens takes a millisecond. The key is Python's hash of a
-        chunk's tokens, and the hash before it. A collision gives a wrong estimate of where KV is, never wrong
-        KV: LMCache computes its own hashes.
+        LMCache's own hashes, remembered: to hash 8k tokens takes a millisecond. The key is vLLM's hash of the
+        chunk's last block, which covers all tokens before it; else Python's hash of the chunk's tokens, and
+        the hash before it. A collision gives a wrong estimate of where KV is, never wrong KV: LMCache
+        computes its own hashes.
         """
-        chunk_hash = self._hasher.none_hash
-        for start in range(0, len(token_ids) - self._chunk_tokens + 1, self._chunk_tokens):
-            chunk = token_ids[start : start + self._chunk_tokens]
-            key = (chunk_hash, hash(tuple(chunk)))
+        chunk_hash, size = self._hasher.none_hash, self._chunk_tokens
+        if size % self._block_tokens:
+            block_hashes = ()
+        for end in range(size, len(token_ids) + 1, size):
+            key: Hashable
+            if (blocks := end // self._block_tokens) <= len(block_hashes):
+                key = block_hashes[blocks - 1]
+            else:
+                key = (chunk_hash, hash(tuple(token_ids[end - size : end])))
             if key not in self._hashes:
-                self._hashes[key] = self._hasher.hash_tokens(list(chunk), chunk_hash)
+                self._hashes[key] = self._hasher.hash_tokens(list(token_ids[end - size : end]), chunk_hash)
             chunk_hash = self._hashes[key]
             yield chunk_name(self._hasher.hash_to_bytes(chunk_hash), salt)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -181,7 +181,7 @@ class AdmissionController:
         context_tokens: int,
         reload_s: float,
         gap_s: float,
-        waiting_since_s: Sequence[float],
+        waiting_since_s: Collection[float],
     ) -> bool:
         """Whether a program whose turn ends gives its place up.
 

@@ -25,15 +25,8 @@ class ContextGrowth:
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_tokens: float = 0.0  # the usual first prompt; 0 before the first
-    eta: float = 1.0
-    """-Corr(turns done, turns left) of Continuum, arXiv 2511.02230 §4, in [-1, 1]: near 1 if a program that
-    went on long is nearly done. The paper does not define how it is sampled, and its public code does not
-    compute it.
-
-    1 until programs of two different lengths were seen: with one length the correlation is -1
-    by construction, and with none there is no data (the cold start's eta).
-    """
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
+    _eta: float | None = None  # likewise
 
     def add_first_prompt(self, tokens: int) -> None:
         """A program arrived with a first prompt of this many tokens."""
@@ -58,8 +51,21 @@ class ContextGrowth:
 
     def _lengths_changed(self) -> None:
         self._left.clear()
-        programs = Counter(self._lengths)
-        self.eta = -correlation(programs) if len(programs) > 1 else 1.0
+        self._eta = None
+
+    @property
+    def eta(self) -> float:
+        """-Corr(turns done, turns left) of Continuum, arXiv 2511.02230 §4, in [-1, 1]: near 1 if a program
+        that went on long is nearly done. The paper does not define how it is sampled, and its public code
+        does not compute it.
+
+        1 until programs of two different lengths were seen: with one length the correlation is -1
+        by construction, and with none there is no data (the cold start's eta).
+        """
+        if self._eta is None:
+            programs = Counter(self._lengths)
+            self._eta = -correlation(programs) if len(programs) > 1 else 1.0
+        return self._eta
 
     @property
     def turn_tokens(self) -> float:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import compress, repeat, takewhile
 from typing import Any, Protocol
 
 from continuum_lmcache.bounded_dict import BoundedDict
@@ -159,13 +159,12 @@ class PromptLinker:
 
     def _extended(self, request: HashedPrompt, scope: Scope) -> LinkableTurn | None:
         """The longest turn that this prompt alone identifies."""
-        for blocks in range(len(request.block_hashes), 0, -1):
-            tails = self._turns.get((request.block_hashes[blocks - 1], scope))
-            if tails is not None:
-                at = blocks * self._block_tokens
-                found = with_longest_tail(tails, request, at)
-                if found is not None:
-                    return found
+        hashes, turns = request.block_hashes, self._turns
+        are_known = map(turns.__contains__, zip(reversed(hashes), repeat(scope)))
+        for blocks in compress(range(len(hashes), 0, -1), are_known):
+            found = with_longest_tail(turns[hashes[blocks - 1], scope], request, blocks * self._block_tokens)
+            if found is not None:
+                return found
         return None
 
     def _turn_of_hint(self, request: HashedPrompt, hint: tuple[str, str]) -> LinkableTurn | None:

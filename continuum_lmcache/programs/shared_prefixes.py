@@ -31,18 +31,22 @@ class SharedPrefixIndex:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens  # covered by one hash
         self._heads: BoundedDict[Hashable, int] = BoundedDict(MOST_HEADS)  # blocks
+        self._depths: list[int] = []  # of heads, the deepest first; some may have been forgotten
 
     def record_hit(self, hashes: Sequence[Hashable], tokens: int) -> None:
         """A program's first turn found the KV of its first `tokens`."""
         blocks = tokens // self._block_tokens
         if 0 < blocks <= len(hashes):
             self._heads[hashes[blocks - 1]] = blocks
+            if blocks not in self._depths:
+                self._depths = sorted(set(self._heads.values()), reverse=True)
 
     def head(self, hashes: Sequence[Hashable]) -> SharedPrefix:
         """The longest head that another program has found; without tokens if there is none."""
-        within = (depth for depth in set(self._heads.values()) if depth <= len(hashes))
-        blocks = max((depth for depth in within if hashes[depth - 1] in self._heads), default=0)
-        return SharedPrefix(hashes[blocks - 1], blocks * self._block_tokens) if blocks else NO_HEAD
+        for blocks in self._depths:
+            if blocks <= len(hashes) and (last := hashes[blocks - 1]) in self._heads:
+                return SharedPrefix(last, blocks * self._block_tokens)
+        return NO_HEAD
 
 
 class SharedPrefixesInUse:

@@ -25,6 +25,7 @@ from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefi
 from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
 
 MOST_HASHES = 4_000_000  # of all programs, 32 MB; then the longest-idle ones lose theirs
+OVERDUE_A_STEP = 64  # each takes some microseconds: so no step waits for a millisecond
 
 
 @dataclass(slots=True)
@@ -148,9 +149,11 @@ class ProgramTable:
     def expire_away(self, now_s: float, may_have_ended: bool = True) -> list[Program]:
         """The programs that should have returned by now are overdue. Returns those that count as ended until
         they return. Most clients never tell an end; where more ends were told than not, who is late has not
-        ended."""
+        ended. At most OVERDUE_A_STEP at a time; the others follow in the next steps."""
         found = []
-        while self._away and self._away[0][0] <= now_s:
+        for _ in range(OVERDUE_A_STEP):
+            if not self._away or self._away[0][0] > now_s:
+                break
             until_s, name = heapq.heappop(self._away)
             if self._is_away(until_s, name):
                 program = self.records[name]

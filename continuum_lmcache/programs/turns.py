@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence, Sized
+from collections.abc import Collection, Hashable, Sequence, Sized
 from dataclasses import dataclass
 
 from continuum_lmcache.programs.identity import ProgramFields
@@ -79,12 +79,24 @@ class TurnTable(dict[TurnId, Turn]):
         self.preempted: set[TurnId] = set()  # turns that ran and do not run now
         self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
         self.without_token: set[TurnId] = set()  # turns that ran and have not generated a token
+        self._not_run: dict[TurnId, float] = {}  # when each of the turns came that have not run yet
+
+    def __setitem__(self, turn_id: TurnId, turn: Turn) -> None:
+        super().__setitem__(turn_id, turn)
+        self._not_run[turn_id] = turn.arrival_s
+
+    def start(self, now_s: float, turn: Turn) -> None:
+        """The turn runs for the first time."""
+        turn.started_s = now_s
+        self._not_run.pop(turn.id, None)
+        self.without_token.add(turn.id)
 
     def drop(self, turn_id: TurnId) -> Turn | None:
         """Drop a turn that has ended; None: it was not known."""
         self.preempted.discard(turn_id)
         self.refused_memory.discard(turn_id)
         self.without_token.discard(turn_id)
+        self._not_run.pop(turn_id, None)
         turn = self.pop(turn_id, None)
         if turn is not None and self.by_prompt.get(turn.prompt) == turn_id:
             del self.by_prompt[turn.prompt]
@@ -100,9 +112,9 @@ class TurnTable(dict[TurnId, Turn]):
             self[turn_id].first_token_s = now_s - self[turn_id].arrival_s
 
     @property
-    def waiting_since_s(self) -> list[float]:
+    def waiting_since_s(self) -> Collection[float]:
         """When each of the turns came that have not run yet."""
-        return [turn.arrival_s for turn in self.values() if turn.started_s is None]
+        return self._not_run.values()
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Whether the turn is in the queue and has not run yet."""

@@ -17,30 +17,38 @@ from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Retent
 
 
 class PinnedBlocks:
-    """How many pins hold each block. Pins of programs with one head share its blocks, which count once."""
+    """The blocks that pins hold. Pins of programs with one head share its blocks, which count once.
+
+    Sets, since no loop over a whole context is Python's then.
+    """
 
     def __init__(self) -> None:
-        self._pins: dict[int, int] = {}  # by block id; a Counter deletes and updates five times as slowly
+        self._held: set[int] = set()  # block ids
+        self._shared: dict[int, int] = {}  # of these, by how many pins; if by more than one
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self._held)
 
-    def size_with(self, block_ids: Sequence[int]) -> int:
-        """How many blocks there would be if these were pinned too."""
-        return len(self._pins) + sum(block_id not in self._pins for block_id in block_ids)
+    def fits_with(self, block_ids: Sequence[int], most_blocks: int) -> bool:
+        """Whether there would be at most so many blocks if these were pinned too."""
+        free = most_blocks - len(self._held)
+        return len(block_ids) <= free or len(set(block_ids) - self._held) <= free
 
     def add(self, block_ids: Sequence[int]) -> None:
-        pins = self._pins
-        for block_id in block_ids:
-            pins[block_id] = pins.get(block_id, 0) + 1
+        shared, held = self._shared, self._held
+        for block_id in () if held.isdisjoint(block_ids) else held.intersection(block_ids):
+            shared[block_id] = shared.get(block_id, 1) + 1
+        held.update(block_ids)
 
     def remove(self, block_ids: Sequence[int]) -> None:
-        pins = self._pins
-        for block_id in block_ids:
-            if pins[block_id] == 1:
-                del pins[block_id]
-            else:
-                pins[block_id] -= 1
+        shared, held = self._shared, self._held
+        others = shared.keys() & block_ids if shared else ()
+        held.difference_update(block_ids)
+        held.update(others)
+        for block_id in others:
+            shared[block_id] -= 1
+            if shared[block_id] == 1:
+                del shared[block_id]
 
 
 @dataclass(slots=True)
@@ -78,7 +86,8 @@ class PinTable:
         pin = Pin(turn.program, block_ids, now_s, now_s + keep.ttl_s, keep, turn)
         self.pinned[turn.program] = pin
         self._blocks.add(block_ids)
-        self._by_tenant.setdefault(tenant, PinnedBlocks()).add(block_ids)
+        if self._counts_tenants:
+            self._by_tenant.setdefault(tenant, PinnedBlocks()).add(block_ids)
         self.taken += 1
         heapq.heappush(self._deadlines, (min(pin.deadline_s, now_s + self.max_ttl_s), turn.program))
         return pin
@@ -88,11 +97,12 @@ class PinTable:
         pin = self.pinned.pop(program, None)
         if pin is None:
             return None
-        tenant = self.programs[program].tenant
         self._blocks.remove(pin.block_ids)
-        self._by_tenant[tenant].remove(pin.block_ids)
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]  # else the table would grow with each new salt
+        if self._counts_tenants:
+            tenant = self.programs[program].tenant
+            self._by_tenant[tenant].remove(pin.block_ids)
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]  # else the table would grow with each new salt
         self.outcomes[why] += 1
         return pin
 
@@ -149,7 +159,7 @@ class PinTable:
         for holds, equation in (
             (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != blocks of pins {total}"),
             (
-                counted == {tenant: len(blocks) for tenant, blocks in by_tenant.items()},
+                not self._counts_tenants or counted == {t: len(blocks) for t, blocks in by_tenant.items()},
                 f"blocks by tenant {counted} != those of their pins",
             ),
             (total <= self.max_pinned_blocks, f"pinned {total} > budget {self.max_pinned_blocks}"),
@@ -166,10 +176,13 @@ class PinTable:
         last_s = pin.taken_s + self.max_ttl_s
         return last_s if self.programs[pin.program].is_waiting else min(pin.deadline_s, last_s)
 
+    @property
+    def _counts_tenants(self) -> bool:
+        """Else a tenant may hold what all may hold, and its own count decides nothing."""
+        return self.max_tenant_blocks < self.max_pinned_blocks
+
     def _over_budget(self, tenant: str, block_ids: Sequence[int]) -> str:
-        if self._blocks.size_with(block_ids) > self.max_pinned_blocks:
+        if not self._blocks.fits_with(block_ids, self.max_pinned_blocks):
             return "budget"
-        mine = self._by_tenant.get(tenant)
-        if (mine.size_with(block_ids) if mine else len(block_ids)) > self.max_tenant_blocks:
-            return "tenant"
-        return ""
+        mine = self._by_tenant.get(tenant, PinnedBlocks())
+        return "" if mine.fits_with(block_ids, self.max_tenant_blocks) else "tenant"

@@ -1,6 +1,6 @@
 """Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
 
-Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
+Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request, _free_blocks,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv,
 has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.
 Called: _preempt_request, reset_connector_cache. Read: Request.is_prefill_chunk, num_spec_tokens,
@@ -37,6 +37,7 @@ from continuum_lmcache.vllm_plugin.hooks import idle_timer, program_release, pro
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
 from continuum_lmcache.vllm_plugin.live import routes
 from continuum_lmcache.vllm_plugin.live.programs import LivePrograms
+from continuum_lmcache.vllm_plugin.memory.pinned_hits import PinnedHits
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
@@ -80,6 +81,7 @@ class ContinuumMixin(Scheduler):
         self._reading_calls = set(config.reading_calls.replace(",", " ").split())
         self._report_due = False  # an idle engine's gauges are out of date
         self._reclaimer = PinReclaimer(self, parts, events, lambda: self.clock(), config.pin_reclaim_after_s)
+        PinnedHits(self.kv_cache_manager, self._turns, self._pins)
         self._queues = {
             n: ProgramQueue(events.queue_key, self._reclaimer.on_waiting_peeked)
             for n, q in vars(self).items()
@@ -185,8 +187,12 @@ class ContinuumMixin(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._events.ended(self.clock(), request)
         freed = super()._free_request(request, *args, **kwargs)
-        self._blocks.evict_first()
+        self._blocks.on_freed()
         return freed
+
+    def _free_blocks(self, request: Request) -> None:
+        self._blocks.take_over(request.request_id)
+        super()._free_blocks(request)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """After a load that failed from its first block, keep no memory for its rest and no place before

@@ -36,7 +36,7 @@ class TurnEvents:
         for event in events:
             match event:
                 case PinTaken():
-                    self._blocks.hold(event.pin.block_ids)
+                    self._blocks.to_hold = event.pin.block_ids
                     self._rekey(event.program)
                 case PinReleased():
                     if event.why is not PinEnd.RECLAIMED:  # a request has these blocks already

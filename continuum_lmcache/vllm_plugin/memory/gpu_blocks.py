@@ -4,7 +4,8 @@ Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_block
 BlockPool.touch / free_blocks / get_num_free_blocks / free_block_queue, its remove / prepend_n,
 BlockPool.evict_blocks / blocks, each SingleTypeKVCacheManager's req_to_blocks and num_cached_block,
 KVCacheBlock.ref_cnt / is_null / _block_hash (`block_hash` is a call for each block of each turn).
-Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing, and .eagle_group_ids.
+A null block has no hash. Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing, and
+.eagle_group_ids.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ class GpuBlocks:
         self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
         self._kinds = kv_cache_manager.coordinator.single_type_managers
-        self._keeps_all = [type(kind) for kind in self._kinds] == [FullAttentionManager]
+        self.keeps_all = [type(kind) for kind in self._kinds] == [FullAttentionManager]
         self._block_tokens = block_tokens
         self.tokens_per_block: float = block_tokens
         self._ended_tokens = self._ended_blocks = 0.0  # of turns that ended, the latest ones most
         self._to_evict_first: list[KVCacheBlock] = []  # of an ended program, once they are free
+        self.to_hold: Sequence[int] = ()  # of a new pin, once its turn's request is freed
 
     def on_turn_end(self, request_id: str, tokens: int) -> None:
         """A turn is about to free its blocks; they hold the KV of so many tokens."""
-        if self._keeps_all or not tokens:
+        if self.keeps_all or not tokens:
             return
         groups = self._manager.get_blocks(request_id).blocks
         self._ended_tokens = self._ended_tokens * DENSITY_DECAY + tokens
@@ -63,7 +65,7 @@ class GpuBlocks:
         model a hit ends a block early, and that block must be there, but of states.
         """
         groups = self._manager.get_blocks(request.request_id).blocks
-        if self._keeps_all:
+        if self.keeps_all:
             groups = (groups[0][: tokens // self._block_tokens],)
         else:
             coordinator = self._manager.coordinator
@@ -76,7 +78,21 @@ class GpuBlocks:
                 [*hit, *own[len(hit) : len(hit) + is_proven]]
                 for hit, own, is_proven in zip(hits, groups, proven, strict=True)
             )
-        return [b.block_id for group in groups for b in group if b._block_hash is not None and not b.is_null]
+        return [b.block_id for group in groups for b in group if b._block_hash is not None]
+
+    def take_over(self, request_id: str) -> None:
+        """The request's blocks are freed next. If they begin with those to hold, these keep its references:
+        so none is counted up and down again."""
+        count, own = len(self.to_hold), self._kinds[0].req_to_blocks.get(request_id, [])
+        if self.keeps_all and 0 < count <= len(own) and own[count - 1].block_id == self.to_hold[-1]:
+            self._kinds[0].req_to_blocks[request_id] = own[count:]
+            self.to_hold = ()
+
+    def on_freed(self) -> None:
+        """The request was freed, or a connector still stores its blocks and frees them later."""
+        self.hold(self.to_hold)
+        self.to_hold = ()
+        self._evict_first()
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each; they are in use, or were freed and are still in the cache."""
@@ -84,19 +100,26 @@ class GpuBlocks:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Remove a reference from each, tail first: the tail is evicted first, the prefix last."""
-        self._pool.free_blocks([self._pool.blocks[i] for i in reversed(block_ids)])
+        last, blocks = [], self._pool.blocks
+        for block_id in reversed(block_ids):
+            block = blocks[block_id]
+            if block.ref_cnt > 1:  # usually: the program's next turn has it
+                block.ref_cnt -= 1
+            else:
+                last.append(block)
+        self._pool.free_blocks(last)
 
     def note_ended(self, request_id: str, shared_tokens: int) -> None:
         """The request ends its program: its own blocks after its first `shared_tokens` should go first.
 
         Where layers do not keep all tokens nothing is done: a block's number does not give its tokens.
         """
-        if self._keeps_all:
+        if self.keeps_all:
             groups = self._manager.get_blocks(request_id).blocks
             own = groups[0][-(-shared_tokens // self._block_tokens) :]
             self._to_evict_first = [b for b in own if b.ref_cnt == 1 and not b.is_null]
 
-    def evict_first(self) -> None:
+    def _evict_first(self) -> None:
         """Make these blocks the next to be reused, tail first, if they are free now.
 
         They stay in the cache until then, since they may begin with a prompt that other programs will share.

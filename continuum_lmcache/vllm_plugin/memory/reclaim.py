@@ -15,6 +15,7 @@ then freed on trial, and taken back if the request does not fit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -96,9 +97,13 @@ class PinReclaimer:
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
         """vLLM's own result; if it is None, release pins where that is allowed and helps."""
-        blocks = self._stock(request, num_new_tokens, *args, **kwargs)
+        need = self._missing_blocks(request, num_new_tokens, kwargs)
+        allocate = partial(self._stock, request, num_new_tokens, *args, **kwargs)
+        # vLLM walks over a refused turn's hits in each step; and of windows it frees old blocks first
+        is_refused = self._blocks.keeps_all and need > self._blocks.free_count()
+        blocks = None if is_refused else allocate()
         if blocks is None and self._pins.pinned:
-            blocks = self._reclaim(request, num_new_tokens, args, kwargs)
+            blocks = self._reclaim(request, need, allocate)
         if request.status is not RequestStatus.RUNNING:
             self._report(request, blocks, kwargs)
         return blocks
@@ -120,22 +125,19 @@ class PinReclaimer:
             self._events.on_allocated(request, hits, loads)
 
     def _reclaim(
-        self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, request: Request, need: int, allocate: Callable[[], KVCacheBlocks | None]
     ) -> KVCacheBlocks | None:
         now_s = self._clock()
         any_pin = self._may_reclaim(now_s, request)
         victims = self._victims(request) if any_pin else self._pins_of_turns_behind(request)
         if not victims:
             return None
-        need = self._missing_blocks(request, num_new_tokens, kwargs)
         wanted = need - self._blocks.free_count()
         most = sum(victim.blocks for victim in victims)  # at least as many as would become free
         pinned = (victim.block_ids for victim in victims)
         if wanted > most or not self._blocks.can_free(pinned, wanted):
             return None
-        return self._release_until_fits(
-            victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs)
-        )
+        return self._release_until_fits(victims, need, allocate)
 
     def _release_until_fits(
         self, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]

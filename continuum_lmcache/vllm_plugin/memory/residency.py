@@ -6,12 +6,13 @@ A connector that does not report where KV is counts as no tier: what the GPU los
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.request import Request
 
 from continuum_lmcache.programs.turns import Turn
-from continuum_lmcache.reload.tier_store import Prefix, TierHit, TierStore
+from continuum_lmcache.reload.tier_store import NOTHING, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency
 
 
@@ -59,6 +60,10 @@ class ResidencyLookup:
         self.returned_tokens["none"] += left_tokens
 
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
-        token_ids = request.all_token_ids[:tokens]
+        if not self.has_tiers:
+            return NOTHING
+        token_ids: Sequence[int] = request.all_token_ids
+        if tokens < len(token_ids):
+            token_ids = token_ids[:tokens]
         salt, adapter = request.cache_salt or "", request.lora_request
         return self.store.locate(Prefix(token_ids, request.block_hashes, salt, adapter))
