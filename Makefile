@@ -3,15 +3,18 @@
 # make test    install and run all tests; what they draw is the same each time
 # make fuzz    the property tests alone, drawing anew, for ROUNDS=20; a failure prints the SEED=... that repeats it
 # make test-network    what asks a package index: that '.[gpu]' resolves, vLLM's own scheduler tests, AgentX (10 minutes)
+# make dist    the wheel and sdist in dist/: built, checked, installed into an empty environment, served (ten minutes)
+# make site    the pages as a site in .work/site; a dead link fails
 # make check   style and types only
 # make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core); SEED=... repeats one
 # make soak-oracle     whose KV requests attend to, for as many steps of each mix (an hour of a core); SEED=... repeats one
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+TOOLS := .work/tools
 ANY_SEED = $(shell od -An -N4 -tu4 /dev/urandom)
 
-.PHONY: demo test test-network fuzz check install soak-machine soak-oracle
+.PHONY: demo test test-network fuzz check install dist site soak-machine soak-oracle
 install: $(VENV)/installed
 	@cat $(VENV)/installed
 
@@ -24,6 +27,18 @@ demo: install
 check: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+dist:
+	rm -rf dist build *.egg-info $(TOOLS)
+	python3 -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --quiet --disable-pip-version-check install -r requirements/dist.lock
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/python -m twine check --strict dist/*
+	requirements/install-cpu .work/served dist/*.whl
+	requirements/try-wheel .work/served
+
+site: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 
 soak-machine: install
 	MACHINE_STEPS=1000000 $(PYTHON) -m pytest -s tests/test_scheduler_machine.py --hypothesis-seed $(or $(SEED),$(ANY_SEED))

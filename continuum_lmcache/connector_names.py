@@ -10,6 +10,7 @@ OURS = {  # connectors that our subclasses replace: name and module
     "LMCacheMPConnector": OVER_LMCACHE,
     "OffloadingConnector": OVER_NATIVE,
 }
+OWNER = "continuum-lmcache"  # of the package that they are in, whose name is a common one
 EXTRA = "kv_connector_extra_config"
 LMCACHE_PREFIX = "lmcache."
 MP_PREFIX = LMCACHE_PREFIX + "mp."

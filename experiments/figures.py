@@ -64,7 +64,8 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 def draw_job_times(axes: Axes, runs: dict[str, list[Summary]]) -> None:
     """The share of all programs that finished within a time, all seeds of a label together; where some were
-    cut off the curve ends below 1."""
+    cut off the curve ends below 1. Each is drawn to the end of the longest run."""
+    every_s = [s for found in runs.values() for summary in found for s in summary["job_times_s"]]
     for index, (label, summaries) in enumerate(runs.items()):
         cut = Counter(s for summary in summaries for s in summary.get("cut_s", []))
         timed = Counter(s for summary in summaries for s in summary["job_times_s"])
@@ -72,11 +73,12 @@ def draw_job_times(axes: Axes, runs: dict[str, list[Summary]]) -> None:
         shares = np.arange(len(times_s) + 1) / max(1, len(times_s) + cut.total())
         style = {"linestyle": LINES[index % len(LINES)], "color": colour(label), "linewidth": 2}
         if times_s:
-            axes.step([times_s[0], *times_s], shares, where="post", label=label, **style)
+            at_s, levels = [times_s[0], *times_s, max(every_s)], [*shares, shares[-1]]
+            axes.step(at_s, levels, where="post", label=label, **style)
     axes.set(xlabel="seconds since the agent began", ylabel="share of agents that have finished")
     axes.set(xlim=(0, None), ylim=(0, 1.02), title="How long does an agent take?")
     if axes.lines:
-        axes.legend(loc="lower right", fontsize="small")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize="small", ncols=2)  # beside them
 
 
 def draw_sources(axes: Axes, runs: dict[str, list[Summary]]) -> None:

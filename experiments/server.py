@@ -20,18 +20,11 @@ from typing import Literal
 import httpx
 import psutil
 
+from profiles.cpu_environment import CPU_ENV
+
 ROOT = Path(__file__).parents[1]
 CPU_FLAGS = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is ARM's
-CPU_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    # with a KV connector vLLM binds its threads differently: fix it, or servers do not compare
-    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
-    "LMCACHE_TRACK_USAGE": "false",
-    "LMCACHE_DISABLE_BANNER": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 CPU_ARGS = ("--enforce-eager", "--dtype", "bfloat16", "--seed", "0")
 GPU_ENV = {name: value for name, value in CPU_ENV.items() if "CPU" not in name}
 GPU_ARGS = ("--dtype", "bfloat16", "--seed", "0")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from continuum_lmcache.errors import ProfileError
-from experiments.server import CPU_ENV
+from profiles.cpu_environment import CPU_ENV
 from profiles.timing import timed
 
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

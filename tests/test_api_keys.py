@@ -7,8 +7,10 @@ import json
 import secrets
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from bench import Bench, prompt
 from entry_points import BODIES, app, post, send, to_engine
@@ -18,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.programs.identity import OWNER_FIELD
 from continuum_lmcache.vllm_plugin.hooks import api_keys, request_fields, wrapping
+from continuum_lmcache.vllm_plugin.live import routes
 
 KEYS = ["key-of-ann", "key-of-bob"]
 
@@ -33,6 +36,24 @@ def test_each_endpoint_says_whose_request_it_is_and_never_by_the_key(path: str) 
     ann, bob, again = (post(served, path, key, job_id="j") for key in (*KEYS, KEYS[0]))
     assert ann["job_id"] == "j" and ann[OWNER_FIELD] == again[OWNER_FIELD] != bob[OWNER_FIELD]
     assert not any(key in json.dumps([ann, bob]) for key in KEYS)
+
+
+def test_what_programs_do_is_told_to_who_has_a_key() -> None:
+    """vLLM's own authentication guards our routes, which are added when the application starts."""
+    served = app(KEYS)
+    served.state.engine_client = SimpleNamespace(engine_core=SimpleNamespace(core_engines=[]))
+
+    async def ask(key: str | None) -> int:
+        async with served.router.lifespan_context(served):
+            routes.add_to(served)
+            routes.add_to(served)  # an application may be started twice
+            transport = httpx.ASGITransport(served)
+            async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                return (await client.get("/v1/continuum/programs", headers=headers)).status_code
+
+    assert [asyncio.run(ask(key)) for key in (None, "other", KEYS[0])] == [401, 401, 200]
+    assert sum(getattr(r, "path", "").startswith("/v1/continuum/") for r in served.router.routes) == 2
 
 
 def test_a_client_cannot_say_itself_whose_it_is() -> None:

@@ -66,20 +66,17 @@ def test_a_server_that_runs_continuum_is_sent_to_status(command: Command) -> Non
         assert "continuum-lmcache status" in command.refused("estimate", url)
 
 
-def test_without_a_clone_a_trace_is_refused_with_what_to_do(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "SIMULATION", tmp_path / "estimate.py")
-    assert "git clone" in command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
+def test_an_estimate_needs_a_server_or_a_trace(command: Command) -> None:
     assert "give the URL" in command.refused("estimate")
 
 
 @pytest.mark.parametrize("missing", ["vllm", "numpy"])
-def test_a_clone_without_what_the_simulator_needs_says_so(
+def test_without_what_the_simulator_needs_a_sentence_says_what_to_install(
     command: Command, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setattr(app, "find_spec", lambda name: None if name == missing else name)
-    assert "make install" in command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
+    said = command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
+    assert f"{missing} not installed here; pip install 'continuum-lmcache[gpu]'" in said
 
 
 def test_a_trace_gets_the_simulators_answer_for_the_model_and_the_card(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 PAGES = [
     *ROOT.glob("*.md"),
-    *(page for folder in ("docs", "experiments", "profiles") for page in (ROOT / folder).rglob("*.md")),
+    *(page for name in ("docs", "experiments", "profiles", "tests") for page in (ROOT / name).rglob("*.md")),
 ]
 RECORDS = ROOT / "experiments" / "records"  # pages as they were: what they link to elsewhere may have gone
 DASHBOARD = ROOT / "docs" / "grafana" / "continuum.json"

@@ -21,7 +21,7 @@ from continuum_lmcache.types import PinEnd
 pytest.importorskip("plotly")
 
 from continuum_lmcache.report import page as pages
-from continuum_lmcache.report.charts import spans
+from continuum_lmcache.report.charts import curves, spans
 from continuum_lmcache.report.page import rows
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
@@ -94,6 +94,19 @@ def end(at_s: float, turn: str = "t") -> dict[str, Any]:
 
 
 steps = st.lists(st.floats(0, 50, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=3, max_size=12)
+
+
+def test_the_curves_count_who_runs_who_waits_and_what_is_pinned(tmp_path: Path) -> None:
+    run = load(written(tmp_path, story().recorder))
+
+    def level(name: str, at_s: float) -> int:
+        return [0, *(level for since_s, level in curves(run)[name] if since_s <= at_s)][-1]
+
+    assert [level("waiting", at_s) for at_s in (0.5, 2.5, 3.5, 6.2)] == [1, 2, 0, 1]
+    assert [level("running", at_s) for at_s in (0.5, 3.5, 5.5, 7.0)] == [0, 3, 0, 1]
+    blocks = [pin.blocks for program in run.programs for pin in program.pins]
+    assert level("pinned blocks", 5.5) == sum(blocks) and level("pinned blocks", 9.0) == 0
+    assert all(points[-1][1] == 0 for points in curves(run).values())
 
 
 @given(steps)

@@ -346,6 +346,25 @@ def test_status_reads_a_running_server(continuum: Continuum, capsys: pytest.Capt
     assert figures["first_token_s"] > 0
 
 
+def test_top_and_report_read_a_running_server(
+    continuum: Continuum, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    continuum.complete(ids(5 * BLOCK, 90), job_id="seen", this_func_call="pytest")
+    console = Command(capsys)
+    (rank,) = console("top", continuum.url, "--json").json
+    (row,) = [row for row in rank["programs"] if row["tool"] == "pytest"]
+    assert row["pinned_s"] is None or 0 <= row["pinned_s"] < TTL_S  # a busy machine's pin may be over
+    assert row["context_tokens"] >= 5 * BLOCK
+    assert row["program"] in console("top", continuum.url, "--once").out
+    found = console("report", continuum.url, "--json").json["runs"][0]
+    assert found["programs"] >= 1 and found["turns"] >= 1
+    assert "pytest" in console("report", continuum.url, "--program", row["program"]).out
+    assert "wrote" in console("report", continuum.url, "--out", tmp_path / "page.html").out
+    for rank_name in ("1", "-1", "x", "\N{SUPERSCRIPT TWO}"):
+        asked = HTTP.get(f"{continuum.url}/v1/continuum/recording", params={"rank": rank_name})
+        assert asked.status_code == 400 and "must be a number below 1" in asked.text
+
+
 # text of clients --------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def test_every_profile_here_is_a_machine_for_the_simulator_and_costs_for_a_serve
 
 def test_a_profile_that_does_not_know_steps_is_refused_with_what_to_do() -> None:
     given = {key: value for key, value in A100.profile.items() if key != "step"}
-    with pytest.raises(ProfileError, match="old.yaml has no section 'step'.*profiles/measure.py"):
+    with pytest.raises(ProfileError, match="old.yaml has no section 'step'.*continuum-lmcache measure"):
         Machine.from_profile(given, "old.yaml")
     with pytest.raises(ProfileError, match="old.yaml: kv_tokens is None"):
         Machine.from_profile({k: v for k, v in A100.profile.items() if k != "kv_tokens"}, "old.yaml")

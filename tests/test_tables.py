@@ -51,6 +51,7 @@ def test_a_curve_of_programs_that_were_cut_off_ends_below_one():
     )
     draw_job_times(axes, {"fcfs + LMCache": [cut], "continuum + LMCache": [whole], "other": [whole]})
     assert [line.get_ydata()[-1] for line in axes.lines] == [0.5, 1.0, 1.0]
+    assert [line.get_xdata()[-1] for line in axes.lines] == [9.0, 9.0, 9.0]
     assert [line.get_color() for line in axes.lines] == [STOCK, OURS, OTHER]
 
 

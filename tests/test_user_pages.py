@@ -44,3 +44,9 @@ def test_numbers_are_counted_by_sentence(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("vLLM 0.30 took 1, 2.5, 3 and 4 s\nfor 5 runs. Then `6`.\n\n| 7 |\n|---|\n    9 10\n")
     assert [len(NUMBER.findall(sentence)) for sentence in sentences(prose(page))] == [5, 0, 0]
+
+
+def test_the_readme_is_short_and_its_first_command_comes_early() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    assert next(i for i, line in enumerate(lines) if line.startswith("    ")) < 25

@@ -16,6 +16,7 @@ import sysconfig
 import venv
 import zipfile
 from collections.abc import Iterator
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from waiting import wait_for
 from experiments.server import CPU_ARGS, CPU_ENV, reserved_port, stop, wait_until_healthy
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("continuum_lmcache", "connectors", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("continuum_lmcache", "connectors", "profiles", "experiments", "docs", "lmcache.json")
+SOURCES += ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 NAMED_BY_USERS = ("connectors.lmcache_mp", "connectors.lmcache_mp_module")
 FIND = "import sys, importlib.util as u\nfor m in sys.argv[1:]: print(u.find_spec(m).origin)"
 CUDA = re.compile(r"^(nvidia|cuda|cupy|cufile|torchvision|torchaudio|triton)", re.IGNORECASE)
@@ -76,16 +78,31 @@ def test_the_wheel_holds_the_core_the_plugin_and_the_connectors_and_no_experimen
         assert f"continuum_lmcache/{module}" in wheel.namelist()
 
 
+def test_the_wheel_brings_what_the_console_writes_and_runs(wheel: zipfile.ZipFile) -> None:
+    shipped = ("lmcache.json", "profiles/measure.py", "profiles/h100-llama-3.1-8b.yaml")
+    shipped += ("experiments/estimate.py", "docs/grafana/continuum.json", "docs/compose/compose.yaml")
+    for name in (*shipped, "docs/kubernetes.yaml", "docs/ray.yaml"):
+        assert f"continuum_lmcache/shipped/{name}" in wheel.namelist()
+    assert {"continuum_lmcache/py.typed", "connectors/py.typed"} <= set(wheel.namelist())
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return Parser().parsestr(wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode())
+
+
+def test_its_page_has_no_link_that_is_dead_away_from_the_repository(wheel: zipfile.ZipFile) -> None:
+    page = metadata(wheel).get_payload()
+    assert "# continuum-lmcache" in page
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)", page)
+
+
 def test_the_console_script_is_there(wheel: zipfile.ZipFile) -> None:
     text = wheel.read(next(n for n in wheel.namelist() if n.endswith("entry_points.txt"))).decode()
     assert "[console_scripts]\ncontinuum-lmcache = continuum_lmcache.console.app:main" in text
 
 
 def test_the_cpu_set_names_no_cuda_package(wheel: zipfile.ZipFile) -> None:
-    metadata = Parser().parsestr(
-        wheel.read(next(n for n in wheel.namelist() if n.endswith("METADATA"))).decode()
-    )
-    needs = metadata.get_all("Requires-Dist") or []
+    needs = metadata(wheel).get_all("Requires-Dist") or []
     cpu = [need for need in needs if "extra" not in need or 'extra == "cpu"' in need]
     assert any(need.startswith("torch==") for need in cpu)
     assert not [need for need in cpu if CUDA.match(need) or need.startswith(("vllm", "lmcache"))]
@@ -103,6 +120,25 @@ def test_the_module_paths_that_users_name_are_found_in_the_wheel(python: Path, t
     paths = subprocess.check_output(command, cwd=tmp_path, env=environment(), text=True).split()
     assert len(paths) == 1 + len(NAMED_BY_USERS)
     assert all(Path(path).is_relative_to(python.parent.parent) for path in paths)
+
+
+def test_the_installed_commands_work_in_an_empty_folder(python: Path, tmp_path: Path) -> None:
+    """init, measure, and the simulator over a trace: from the wheel, with vLLM beside it."""
+
+    def console(*words: str) -> str:
+        command = [str(python.with_name("continuum-lmcache")), *words]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    assert "lmcache.json" in console("init", "--disk", "", "--operating")
+    assert (tmp_path / "docs" / "grafana" / "continuum.json").is_file()
+    assert "--quick" in console("measure", "--help")
+    turn = {"input_tokens": 900, "new_tokens": 900, "output_tokens": 9}
+    (tmp_path / "my.jsonl").write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": [turn]}))
+    assert "agents finish" in console(
+        "estimate", "--trace", "my.jsonl", "--model", "Llama-3.1-8B", "--gpu", "a10"
+    )
 
 
 @pytest.fixture

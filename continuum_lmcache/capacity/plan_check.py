@@ -18,7 +18,7 @@ SIZES = {  # of the server that vLLM starts, and of one that runs already
     Tier.SSD: "LMCACHE_MAX_LOCAL_DISK_SIZE (or max_capacity_gb of its --l2-adapter)",
 }
 WATERMARK = 0.8  # share of its DRAM that LMCache fills by default
-MEASURE = "measure with profiles/measure.py on the machine that will serve, and give the file by --profile"
+MEASURE = "run `continuum-lmcache measure` on the machine that will serve; give its file by --profile"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Says whether continuum would help, checks a deployment, watches a server, and reports on a recorded run.
 
-    continuum-lmcache doctor MODEL --gpu h200 --lmcache lmcache.json
     continuum-lmcache estimate http://127.0.0.1:8000
+    continuum-lmcache init --dram-gib 100 --disk /nvme/kv
+    continuum-lmcache doctor MODEL --gpu h200 --lmcache lmcache.json
     continuum-lmcache status http://127.0.0.1:8000
+    continuum-lmcache top http://127.0.0.1:8000
     continuum-lmcache report run/ other-run/
 
 Exit status: 0 no problem, 1 a problem was found, 2 bad input, in one line.
@@ -12,23 +14,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from continuum_lmcache import __version__
+from continuum_lmcache import __version__, shipped
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
 from continuum_lmcache.console import status as statuses
+from continuum_lmcache.console import top as tops
 from continuum_lmcache.console.health_rules import FINISHED, LEAST_TURNS, policy, would_help
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.errors import ConfigError, ContinuumError
@@ -37,11 +41,11 @@ from continuum_lmcache.recordings.reader import load, story
 from continuum_lmcache.telemetry.findings import plain
 
 BAD_INPUT = 2
-SIMULATION = Path(__file__).parents[2] / "experiments" / "estimate.py"  # in a clone
-NO_SIMULATION = (
-    "a trace needs the simulator, which only a clone has with what make install installs: git clone this "
-    "project's repository, run make install in it, and give the same command as .venv/bin/continuum-lmcache"
-)
+NEEDED = {  # by scripts that run beside vLLM: modules, and the extra that has them
+    shipped.SIMULATION: (("vllm", "numpy"), "gpu"),
+    shipped.MEASURE: (("vllm", "torch", "scipy", "tqdm"), "gpu,measure"),
+}
+LINE_COLUMNS = 160  # of a table that goes into a file
 LOOKS = 6  # at a server, of which estimate tells how far it is
 SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
@@ -79,6 +83,38 @@ Version = Annotated[
 @app.callback(help=__doc__)
 def options(version: Version = False) -> None:
     pass
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="where lmcache.json goes")] = Path(),
+    dram_gib: Annotated[float, typer.Option(min=0.1, help="DRAM for KV, of all ranks")] = 5.0,
+    disk: Annotated[
+        str | None, typer.Option(help="a folder for KV on a local disk", show_default="asked for, or none")
+    ] = None,
+    disk_gib: Annotated[float, typer.Option(min=0.1, help="its size")] = 20.0,
+    operating: Annotated[
+        bool, typer.Option(help="also docs/: dashboard, alerts, compose, Kubernetes, Ray")
+    ] = False,
+    force: Annotated[bool, typer.Option(help="replace what is there")] = False,
+) -> None:
+    """Write lmcache.json, the file of --kv-transfer-config, for this machine."""
+    if disk is None and sys.stdin.isatty():
+        disk = typer.prompt("A folder for KV on a local disk (empty: none)", default="", show_default=False)
+    config = shipped.connector_config(dram_gib, disk := disk or "", disk_gib)
+    for path in shipped.write(folder, config, operating, force):
+        print(f"wrote {path}")
+    below = f", and {disk_gib:g} GiB in {disk}" if disk else "; --disk FOLDER adds a disk"
+    print(f"KV that the GPU has no room for: {dram_gib:g} GiB of DRAM{below}")
+    print(f"vllm serve MODEL --kv-transfer-config {folder / shipped.LMCACHE} --scheduling-policy continuum")
+
+
+@app.command(
+    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def measure(context: typer.Context) -> None:
+    """Measure this machine with one model, for continuum.profile: --model DIR --out FILE, or --help."""
+    run_script(shipped.MEASURE, context.args)
 
 
 @app.command()
@@ -123,12 +159,8 @@ def estimate(
     if bool(url) == (trace is not None):
         raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
     if trace is not None:
-        if not SIMULATION.is_file() or not all(map(find_spec, ("vllm", "numpy"))):
-            raise ConfigError(NO_SIMULATION)
         options = ["--model", model, "--gpu", gpu, "--dram-gb", str(dram_gb)]
-        raise typer.Exit(
-            subprocess.run([sys.executable, SIMULATION, trace, *options], check=False).returncode
-        )
+        run_script(shipped.SIMULATION, [str(trace), *options])
     at = base_url(url)
     first = scrape(at)
     if policy(first):
@@ -144,6 +176,15 @@ def estimate(
         answer, because = would_help(now)
         because = f"since its start, as too few turns ended meanwhile: {because}"
     print(json.dumps({"answer": answer, "because": because}) if as_json else f"{answer}: {because}")
+
+
+def run_script(name: str, arguments: list[str]) -> None:
+    """Run a shipped script in place of this command. Raises ConfigError where it lacks a package."""
+    modules, extra = NEEDED[name]
+    if missing := [module for module in modules if find_spec(module) is None]:
+        needs = f"{', '.join(missing)} not installed here; pip install 'continuum-lmcache[{extra}]'"
+        raise ConfigError(f"{needs}, or without a GPU run make install in a clone")
+    raise typer.Exit(shipped.run(name, arguments))
 
 
 def base_url(url: str) -> str:
@@ -172,9 +213,27 @@ def status(
 
 
 @app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="base URL of a server that runs continuum")],
+    once: Annotated[bool, typer.Option(help="one look, instead of one a second")] = False,
+    as_json: Json = False,
+) -> None:
+    """What each program does now: runs, waits and behind what, or is at a tool and pinned until when."""
+    at, console = base_url(url), Console()
+    if not console.is_terminal:  # a script's
+        console.width = LINE_COLUMNS
+    if as_json:
+        print(json.dumps(tops.ranks_of(at), indent=1))
+    elif once:
+        console.print(tops.view(at, tops.ranks_of(at)))
+    else:
+        tops.watch(at, console)
+
+
+@app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
-    other: Annotated[Path | None, typer.Argument(help="a second one, shown beside it")] = None,
+    run: Annotated[str, typer.Argument(help="a recording, file or directory, or a running server's URL")],
+    other: Annotated[str, typer.Argument(help="a second one, shown beside it")] = "",
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
     program: Annotated[
         str, typer.Option(help="instead of a page, every event and decision of this one")
@@ -182,10 +241,12 @@ def report(
     as_json: Json = False,
 ) -> None:
     """What happened in a recorded run, as one HTML page that needs no network; or in two, side by side."""
-    if program:
-        print(*story(run, program), sep="\n")
-        return
-    runs = [load(path) for path in (run, other) if path is not None]
+    with ExitStack() as stack:
+        paths = [recorded(each, stack) for each in (run, other) if each]
+        if program:
+            print(*story(paths[0], program), sep="\n")
+            return
+        runs = [load(path) for path in paths]
     if as_json:
         found = [{"name": one.name, "summary": summary(one), **figures(one)} for one in runs]
         print(json.dumps({"schema": 1, "runs": found}, indent=1))
@@ -199,6 +260,17 @@ def report(
     print(f"wrote {out}: {len(text) / 1e6:.1f} MB, no network needed")
 
 
+def recorded(run: str, stack: ExitStack) -> Path:
+    """The run's file or folder; of a server, its recording so far in a folder that the stack removes."""
+    if "://" not in run:
+        return Path(run)
+    at = base_url(run)
+    folder = Path(stack.enter_context(TemporaryDirectory())) / at.partition("://")[2].replace(":", "-")
+    folder.mkdir()
+    tops.save_recordings(at, folder)
+    return folder
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, or `arguments`, and end bad input in one line."""
     try:
@@ -207,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise refused(error.format_message()) from error
     except (ContinuumError, OSError) as error:
         raise refused(str(error)) from error
-    except typer.Abort as error:
+    except (typer.Abort, KeyboardInterrupt) as error:
         raise refused("interrupted") from error
     sys.exit(status or 0)
 

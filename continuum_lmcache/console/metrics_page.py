@@ -62,6 +62,14 @@ def scrape(url: str, replica: int | None = None, metrics_port: int = 0) -> Metri
 
 def answer(address: str, key: str = "") -> str:
     """What is served there to an API key; "": without one. Raises ServerError."""
+    response = get(address, key)
+    if response.status_code != httpx.codes.OK:
+        raise ServerError(f"{address}: HTTP {response.status_code}; is this a vLLM server's base URL?")
+    return response.text
+
+
+def get(address: str, key: str) -> httpx.Response:
+    """The same, whatever its status, but for a missing key. Raises ServerError."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         response = httpx.get(address, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
@@ -69,9 +77,7 @@ def answer(address: str, key: str = "") -> str:
         raise ServerError(f"{address}: {error}; is the server up, and is this its base URL?") from error
     if response.status_code == httpx.codes.UNAUTHORIZED:
         raise ServerError(f"{address}: the server asks for its API key; set VLLM_API_KEY to it")
-    if response.status_code != httpx.codes.OK:
-        raise ServerError(f"{address}: HTTP {response.status_code}; is this a vLLM server's base URL?")
-    return response.text
+    return response
 
 
 def is_in_rust(url: str) -> bool:

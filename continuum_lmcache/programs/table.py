@@ -201,6 +201,10 @@ class ProgramTable:
         """Tokens that all programs have now, also those in line; a head in use counts once."""
         return self._own_tokens + self.heads.tokens
 
+    def away(self) -> list[Program]:
+        """The programs in a tool call that are expected back."""
+        return [self.records[name] for until_s, name in self._away if self._is_away(until_s, name)]
+
     def live_turn(self, name: ProgramId) -> TurnId | None:
         """The program's turn that is here; None also for a program that is not known."""
         program = self.records.get(name)

@@ -153,7 +153,7 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
     """One section of a profile, as its value."""
     given = profile.get(name)
     if not isinstance(given, Mapping):
-        raise ProfileError(f"{where} has no section {name!r}; measure it with profiles/measure.py")
+        raise ProfileError(f"{where} has no section {name!r}; measure it with `continuum-lmcache measure`")
     fields = tuple(kind.__slots__)
     refuse_unknown_keys(given, fields, f"{where}, {name}")
     found = {f: number(given, f, f"{where}, {name}") for f in fields}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -106,6 +107,48 @@ def timeline(run: Recording, label: str, until_s: float) -> go.Figure:
     figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
     rows = list(range(len(names)))
     return figure.update_yaxes(tickvals=rows, ticktext=names, range=[len(names) - 0.5, -0.5])
+
+
+def curves(run: Recording) -> dict[str, list[tuple[float, int]]]:
+    """How many turns run and wait, and how many blocks pins hold, by seconds since the first arrival."""
+    changes: dict[str, list[tuple[float, int]]] = {"running": [], "waiting": [], "pinned blocks": []}
+    for turn in run.turns:
+        gone_s = run.end_s if turn.departure_s is None else turn.departure_s
+        started_s = gone_s if turn.started_s is None else turn.started_s
+        changes["waiting"] += [(turn.arrival_s, 1), (started_s, -1)]
+        changes["running"] += [(started_s, 1), (gone_s, -1)]
+    for pin in (pin for program in run.programs for pin in program.pins):
+        until_s = run.end_s if pin.ended_s is None else pin.ended_s
+        changes["pinned blocks"] += [(pin.taken_s, pin.blocks), (until_s, -pin.blocks)]
+    return {
+        name: [
+            (at_s - run.start_s, level)
+            for (at_s, _), level in zip(sorted(found), accumulate(n for _, n in sorted(found)), strict=True)
+        ]
+        for name, found in changes.items()
+    }
+
+
+def over_time(runs: Sequence[Recording], labels: Sequence[str], until_s: float) -> go.Figure:
+    """Turns that run, turns that wait, and pinned blocks: where memory is short, the second grows."""
+    found = [curves(run) for run in runs]
+    figure = make_subplots(rows=1, cols=len(found[0]), subplot_titles=list(found[0]))
+    for label, dash, run, levels in zip(labels, LINES, runs, found, strict=False):
+        colour = OURS if run.about["policy"] == "continuum" else OTHER
+        for column, points in enumerate(levels.values(), 1):
+            figure.add_scatter(
+                x=[at_s for at_s, _ in points],
+                y=[level for _, level in points],
+                name=plain(label),
+                showlegend=column == 1,
+                mode="lines",
+                line={"shape": "hv", "dash": dash, "color": colour},
+                row=1,
+                col=column,
+            )
+    figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
+    figure.update_yaxes(rangemode="tozero")
+    return figure.update_layout(LAYOUT, title="Turns and pins over time", height=320, legend_y=1.12)
 
 
 def first_tokens(runs: Sequence[Recording], labels: Sequence[str]) -> go.Figure:

@@ -69,7 +69,7 @@ def page(runs: Sequence[Recording]) -> str:
     drawn = [charts.timeline(run, label, until_s) for label, run in labelled]
     pictures = [
         figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)
-        for figure in (*drawn, charts.first_tokens(runs, labels))
+        for figure in (*drawn, charts.over_time(runs, labels, until_s), charts.first_tokens(runs, labels))
     ]
     said = [f"<p><b>{html.escape(label)}</b> {html.escape(summary(run))}</p>" for label, run in labelled]
     found = {label: dict(rows(figures(run))) for label, run in labelled}

@@ -95,7 +95,7 @@ class EventRecorder:
             case events.ProgramEnded():
                 self._add(event, "ended_time")
             case events.ProgramHeld(start=start):
-                behind = self._name(event.behind) if event.behind is not None else None
+                behind = self.name(event.behind) if event.behind is not None else None
                 self._add(event, "held_time", event.turn, **self._of_start(start), behind=behind)
             case events.ProgramAdmitted(start=start):
                 self._add(event, "admitted_time", event.turn, **self._of_start(start))
@@ -126,15 +126,15 @@ class EventRecorder:
     def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> None:
         event: Event = {kind: self._wall_s(of.now_s)}
         if turn is not None:
-            event["turn"] = self._name(turn)
-        name = self._name(of.program)  # before the oldest event is dropped: a bad id changes nothing
+            event["turn"] = self.name(turn)
+        name = self.name(of.program)  # before the oldest event is dropped: a bad id changes nothing
         if len(self._events) >= self.max_events:
             oldest, _ = self._events.popleft()
             self._missing[oldest] = self._missing.get(oldest, 0) + 1
             self._dropped += 1
         self._events.append((name, event | facts))
 
-    def _name(self, name: str) -> str:
+    def name(self, name: str) -> str:
         """A program's or turn's name in the file: bounded, hashed if configured, never META."""
         if not isinstance(name, str):
             raise InvariantError(f"recorder: {name!r} is no id; a turn without a program has no history")

@@ -34,6 +34,8 @@ from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, program_release, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
+from continuum_lmcache.vllm_plugin.live import routes
+from continuum_lmcache.vllm_plugin.live.programs import LivePrograms
 from continuum_lmcache.vllm_plugin.memory.pinned_hits import PinnedHits
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.metrics_delta import MetricsDelta
@@ -53,6 +55,7 @@ class ContinuumMixin(Scheduler):
         super().__init__(*args, **kwargs)
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
+        routes.install()
         program_release.install()
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
@@ -61,6 +64,7 @@ class ContinuumMixin(Scheduler):
         self._prompt_time = self._step_timer.prompt_time
         self._events = events = TurnEvents(parts)
         self._metrics_delta, self._files = MetricsDelta(parts), parts.files
+        self.live = LivePrograms(parts, lambda: self.clock())
         self._report_at_s = -math.inf
         self._step_times, self._most_tokens = self._step_timer.step_times, self.max_num_scheduled_tokens
         self._chunk = self._engine.policy.chunk

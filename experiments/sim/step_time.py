@@ -80,7 +80,7 @@ class Machine:
         if lacking:
             raise ProfileError(
                 f"{name} has no section {lacking[0]!r}, which the simulator needs for step times; "
-                "measure the machine again with profiles/measure.py"
+                "measure the machine again with continuum-lmcache measure"
             )
         known = kv_tokens if kv_tokens is not None else int(number(profile, "kv_tokens", name, least=1))
         return cls(

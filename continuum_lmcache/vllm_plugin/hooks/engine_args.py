@@ -33,6 +33,7 @@ from continuum_lmcache.connector_names import (
     OURS,
     OVER_LMCACHE,
     OVER_NATIVE,
+    OWNER,
     SERVER_ARGS,
 )
 from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
@@ -240,6 +241,12 @@ def prepare_connector(config: VllmConfig, waits: bool) -> None:
     stock, extra = transfer.kv_connector, transfer.kv_connector_extra_config
     if stock in OURS and not transfer.kv_connector_module_path:
         transfer.kv_connector, transfer.kv_connector_module_path = OURS[stock]
+        package = import_module(OURS[stock][1].partition(".")[0])
+        refuse(
+            getattr(package, "OWNER", "") != OWNER,
+            f"another package named {package.__name__} hides ours: {[*package.__path__]}; remove it, or give "
+            "this server an environment of its own",
+        )
         size_gib, cache.kv_offloading_size = cache.kv_offloading_size, None
         if OURS[stock] is OVER_LMCACHE and (stock == IN_PROCESS or size_gib is not None):
             extra.setdefault(AUTOSTART, True)

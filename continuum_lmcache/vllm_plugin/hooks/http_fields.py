@@ -1,5 +1,5 @@
 """What `to_sampling_params` does not get of an HTTP request: some headers, the owner of the API key,
-and Anthropic's fields. Adds headers about the turn to the response.
+and Anthropic's fields. Adds headers about the turn to the response, and our routes to the application.
 
 Seams, unchanged from vLLM 0.30 to 0.33: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app, and
 its user_middleware, which has vLLM's AuthenticationMiddleware, with its `tokens`, only where keys are
@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 
 from continuum_lmcache.programs.session_fields import HEADERS
 from continuum_lmcache.vllm_plugin.hooks import api_keys, program_release, wrapping
+from continuum_lmcache.vllm_plugin.live import routes
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
 response_headers: ContextVar[dict[str, str] | None] = ContextVar("continuum_response_headers", default=None)
@@ -33,6 +34,8 @@ def install() -> None:
 
     @wrapping.hook(Starlette)
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
+        if scope["type"] == "lifespan":
+            routes.add_to(self)
         if scope["type"] in ("http", "websocket"):
             sent = Headers(scope=scope)
             headers.set({name: sent[name].strip() for name in HEADERS if name in sent})
