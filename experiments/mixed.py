@@ -67,7 +67,7 @@ def run(point: Point, per_s: float) -> list[float]:
 
 def main(
     per_s: Annotated[float, typer.Option("--questions", min=1e-3, help="a second")] = 0.5,
-    agents: Annotated[int, typer.Option(min=1, help="programs")] = 12,
+    agents: Annotated[int, typer.Option(min=1, help="programs")] = 24,
     seeds: Annotated[int, typer.Option(min=1, help="1 to so many")] = 3,
     tiers: Annotated[str, typer.Option(help=f"of {', '.join(TIERS)}")] = "none,DRAM",
     out: Annotated[Path, typer.Option(help="where the table goes")] = Path("results"),

@@ -16,7 +16,7 @@ from prometheus_client import Counter
 
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.serve.gauges import TURNS, WAIT
+from continuum_lmcache.serve.gauges import TURNS
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS
 from experiments.tables import between, markdown
 
@@ -42,7 +42,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
         (f"continuum_{key}{'_total' * (m.kind is Counter)}", m.kind.__name__.lower(), m.label, m.text)
         for key, m in METRICS.items()
     ]
-    rows += [(f"{TURNS[0]}_total", "counter", "why", TURNS[1]), (WAIT[0], "gauge", "", WAIT[1])]
+    rows += [(f"{TURNS[0]}_total", "counter", "why", TURNS[1])]
     return sorted(rows)
 
 

@@ -21,11 +21,14 @@ import yaml
 from experiments.server import CPU_ENV, begun, reserved_port, stop, unwind_on_sigterm, wait_until_healthy
 
 ROOT = Path(__file__).resolve().parent.parent
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ENVIRONMENT = {
     **CPU_ENV,
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas share the cores
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on 127.0.0.1 alone
+    LOOPBACK: "0",  # listen on 127.0.0.1 alone
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray kills a proxy that needs more than 5 s, thrice
+    "RAY_raylet_start_wait_time_s": "300",
 }
 OPTIONS = (
     *("--served-model-name", "tiny", "--scheduling-policy", "continuum", "--enforce-eager", "--seed", "0"),

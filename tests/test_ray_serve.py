@@ -5,14 +5,10 @@ Runs where Ray is installed (docs/ray.md); one start for all tests, which pass i
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,24 +20,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("ray")
 
+from ray_clients import OUTPUT_TOKENS, PATIENCE_S, REPLICA, Client, becomes, one_turn, running
 from ray_server import fleet_report, serve_fleet
 from serving import ids
 
-from experiments.exactness import Conversation, judged, reference
+from experiments.exactness import judged, reference
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]  # the first test has the start, of up to 800 s
-PATIENCE_S = 300.0
-NO_MOVES = {"fleet.mover": "never"}
-REPLICA = "x-continuum-replica"
-OUTPUT_TOKENS, TRIES = 24, 20
 ROUNDING = 1e-3  # of a log probability
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800, **NO_MOVES) as at:
+    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800) as at:
         yield at
 
 
@@ -49,61 +42,6 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _both_replicas(url: str) -> None:
     """An earlier test may have killed one."""
     becomes(lambda: len(fleet_report(url).get("replicas", ())) == 2, "two replicas report")
-
-
-def becomes(is_so: Callable[[], Any], what: str) -> None:
-    end_s = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < end_s, f"{what}: not within {PATIENCE_S:.0f} s"
-        time.sleep(0.2)
-
-
-def one_turn(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0} | fields
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
-
-
-def running(name: str) -> list[psutil.Process]:
-    """Processes below this one, by a word of their command line."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is a zombie
-            if any(name in word for word in process.cmdline()):
-                found.append(process)
-    return found
-
-
-@dataclass
-class Client:
-    """One program: its conversation, and the replicas that answered."""
-
-    name: str
-    seed: int
-    conversation: Conversation = field(default_factory=lambda: Conversation([]))
-    replicas: list[str] = field(default_factory=list)  # by turn
-    failures: list[int] = field(default_factory=list)  # HTTP statuses of turns that were sent again
-
-    def run(self, url: str, turns: int) -> None:
-        draw = random.Random(self.seed)
-        for turn in range(turns):
-            self.conversation.tokens += ids(300 if not turn else 200, story=100 * self.seed + turn)
-            self.turn(url, is_last=turn == turns - 1)
-            time.sleep(draw.uniform(0.2, 1.5))
-
-    def turn(self, url: str, is_last: bool) -> None:
-        tokens = self.conversation.tokens
-        how = {"max_tokens": OUTPUT_TOKENS, "logprobs": 1, "return_token_ids": True}
-        for _ in range(TRIES):
-            answer = one_turn(url, tokens, job_id=self.name, is_last_step=is_last, **how)
-            if answer.is_success:
-                break
-            self.failures.append(answer.status_code)
-            time.sleep(float(answer.headers.get("retry-after", 0.5)))
-        (choice,) = answer.json()["choices"]
-        for token, logprob in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True):
-            self.conversation.logprobs[len(tokens)] = logprob
-            tokens.append(token)
-        self.replicas.append(answer.headers[REPLICA])
 
 
 def test_a_replica_dies_under_twenty_programs_and_no_token_is_lost_or_wrong(url: str) -> None:

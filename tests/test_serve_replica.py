@@ -21,7 +21,6 @@ from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
 from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica, TurnPrompt, with_progress
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
-from continuum_lmcache.types import ProgramId, TurnId
 
 KEY = b"key"
 
@@ -35,26 +34,23 @@ class ReportingReplica:
         self.heard: list[tuple[float, list[str], bool]] = []
         self.state = "state"
         self.rank, self._name = 0, "a"
-        self._engine = SimpleNamespace(report_prefills=lambda: None)
-        self._changed = asyncio.Event()
-        self._programs = ReplicaPrograms(10, on_change=self._changed.set)
+        self._engine = SimpleNamespace(report_prefills=lambda: None, is_ours=True)
+        self._hurry = asyncio.Event()
+        self._programs = ReplicaPrograms()
 
     async def _call(
-        self,
-        method: str,
-        report: ReplicaReport,
-        programs: list[KnownProgram],
-        is_complete: bool,
+        self, method: str, report: ReplicaReport, programs: list[KnownProgram], heard: str
     ) -> str:
-        assert (method, report.replica) == ("take_report", "a")
+        assert (method, report.replica, report.wait_s) == ("take_report", "a", None)
         at_s = round(asyncio.get_running_loop().time(), 3)
-        self.heard.append((at_s, [known.program for known in programs], is_complete))
-        return self.state
+        self.heard.append((at_s, [known.program for known in programs], not heard))
+        return self.state if heard in ("", self.state) else ""
 
-    def ends(self, *names: str) -> None:
+    def answers(self, *names: str) -> None:
         for name in names:
-            self._programs.on_start(0.0, TurnId(name), ProgramId(name))
-            self._programs.on_stop(TurnId(name), 10, is_last=False)
+            prompt = TurnPrompt(self._programs, self._hurry, KEY, TurnName(name))
+            prompt.on_start(SimpleNamespace(extra_args=None), f"resp_{name}")
+            prompt.on_stop(is_finished=True)
 
 
 @pytest.fixture
@@ -63,27 +59,30 @@ def anyio_backend() -> Any:
 
 
 @pytest.mark.anyio
-async def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a_new_state_all() -> None:
+async def test_a_replica_reports_each_period_and_soon_after_an_answer_is_stored_and_to_a_new_state_all() -> (
+    None
+):
     replica = ReportingReplica()
     reports = asyncio.create_task(Replica._report(replica))  # type: ignore[arg-type]
     await asyncio.sleep(1.5 * REPORT_S)
-    replica.ends("p", "q")
+    replica.answers("p", "q")
+    names = [name for each in "pq" for name in (each, hidden(f"resp_{each}", KEY))]
     await asyncio.sleep(0.5 * REPORT_S)
     soon_s = 1.5 * REPORT_S + GATHER_S
-    assert replica.heard == [(0.0, [], True), (REPORT_S, [], False), (soon_s, ["p", "q"], False)]
+    assert replica.heard == [(0.0, [], True), (REPORT_S, [], False), (soon_s, names, False)]
     replica.state = "another one"
     await asyncio.sleep(2 * REPORT_S)
     reports.cancel()
     later_s = soon_s + REPORT_S
-    assert replica.heard[3:5] == [(later_s, [], False), (later_s, ["p", "q"], True)]
+    assert replica.heard[3:5] == [(later_s, [], False), (later_s, names, True)]
     assert [all_ for _, _, all_ in replica.heard[5:]] == [False]
 
 
 def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
-    programs = ReplicaPrograms(10)
+    programs = ReplicaPrograms()
     for number, request_id in enumerate(("resp_0a1b", "resp_0a1c_1", "cmpl-0a1d")):
-        prompt = TurnPrompt(programs, KEY, TurnId(f"t{number}"), TurnName(f"p{number}", turns=number))
-        prompt.on_start(SimpleNamespace(extra_args=None), 90, request_id)
+        prompt = TurnPrompt(programs, asyncio.Event(), KEY, TurnName(f"p{number}", turns=number))
+        prompt.on_start(SimpleNamespace(extra_args=None), request_id)
     found = {known.program: known.turns for known in programs.report(0.0, is_complete=True)}
     answers = {hidden("resp_0a1b", KEY): 0, hidden("resp_0a1c", KEY): 1}
     assert found == {"p0": 0, "p1": 1, "p2": 2} | answers
@@ -91,8 +90,8 @@ def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
 
 def test_prompts_are_counted_by_the_reason_for_their_replica() -> None:
     before = REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) or 0.0
-    prompt = TurnPrompt(ReplicaPrograms(10), KEY, TurnId("t"), TurnName("p", why="moved"))
-    prompt.on_start(SimpleNamespace(extra_args=None), 90, "cmpl-1")
+    prompt = TurnPrompt(ReplicaPrograms(), asyncio.Event(), KEY, TurnName("p", why="moved"))
+    prompt.on_start(SimpleNamespace(extra_args=None), "cmpl-1")
     assert REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) == before + 1
 
 

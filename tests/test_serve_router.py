@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from virtual_loop import VirtualLoop
 
 pytest.importorskip("ray")
 
@@ -22,10 +23,15 @@ from ray.serve.request_router import PendingRequest
 
 from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.serve.names import ApiKeys, TurnName
-from continuum_lmcache.serve.router import ProgramRouter
+from continuum_lmcache.serve.router import PATIENCE_S, POLL_S, SHORT_S, ProgramRouter
 
 pytestmark = pytest.mark.anyio
 OURS = DeploymentID(name="vllm", app_name="default")
+
+
+@pytest.fixture
+def anyio_backend() -> Any:
+    return "asyncio", {"loop_factory": VirtualLoop}
 
 
 class Remote:
@@ -55,6 +61,11 @@ def away(*_: object) -> None:
     raise RayActorError
 
 
+def named(*words: Any) -> str:
+    """The program of a question."""
+    return str(words[0])
+
+
 def replica(name: str, rank: int) -> Any:
     """As much of Ray's RunningReplica as routers look at."""
 
@@ -79,7 +90,7 @@ def router(its_state: Any, *names: str, key: bytes = b"key") -> ProgramRouter:
     )
     made.initialize_state(key=key.hex(), api_keys=[])
     made._state = its_state
-    made._state_actor = lambda: made._state  # type: ignore[method-assign]
+    made._find_state = lambda: its_state  # type: ignore[method-assign]
     made.update_replicas([replica(name, rank) for rank, name in enumerate(names)])
     return made
 
@@ -111,7 +122,7 @@ async def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name()
         await sent(made, pending)
         at_the_replica = TurnName.parse(pending.metadata.session_id).program
         await sent(made, pending, is_retry=True)
-        return (*(named.program for named, *_ in made._state.place_turn.calls), at_the_replica)
+        return (*(named(*words) for words in made._state.place_turn.calls), at_the_replica)
 
     first, again, at_the_replica = await named_by(b"key")
     assert first == again == at_the_replica and len(first) == 32
@@ -119,38 +130,37 @@ async def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name()
     assert (first, first, first) == await named_by(b"key") != await named_by(b"other")
 
 
-async def test_while_the_state_is_away_programs_keep_their_replica_and_new_ones_are_hashed() -> None:
-    made = router(state(goes_to("b")), "a", "b", "c")
-    assert await sent(made, turn(1, program="p")) == "b"
-    made._state = state(away)
-    assert await sent(made, turn(2, program="p")) == "b"
-    assert made._state is None, "and is looked up anew"
+async def test_turns_wait_for_the_next_state_and_go_where_it_sends_them() -> None:
+    made = router(state(away), "a", "b")
+    made._find_state = lambda: None  # type: ignore[method-assign]
+    turns = [asyncio.create_task(sent(made, turn(i, program=f"p{i}"))) for i in range(4)]
+    await asyncio.sleep(PATIENCE_S / 2)
+    assert not any(each.done() for each in turns)
+    made._find_state = lambda: state(goes_to("b"))  # type: ignore[method-assign]
+    assert [await each for each in turns] == ["b"] * 4
+    assert made._patience_s == PATIENCE_S
+
+
+async def test_if_no_state_comes_turns_go_by_the_ring_and_a_program_stays_together() -> None:
+    made, now_s = router(state(away), "a", "b", "c"), asyncio.get_running_loop().time
     new = {await sent(made, turn(10 + i, program=f"new-{i}")) for i in range(30)}
     assert new == {"a", "b", "c"}
+    assert now_s() < PATIENCE_S + 31 * SHORT_S, "the first one alone waited long"
     again = [await sent(made, turn(50 + i, program="new-1")) for i in range(4)]
     assert len(set(again)) == 1
+    found = state(goes_to("b"))
+    made._find_state = lambda: found  # type: ignore[method-assign]
+    await asyncio.sleep(POLL_S)
+    assert await sent(made, turn(99, program="new-1")) == "b"
 
 
-async def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another() -> None:
-    made = router(state(goes_to("b")), "a", "b")
-    await sent(made, turn(1, program="p"))
-    made.on_replica_actor_died(ReplicaID("b", OURS))
-    made._state = state(away)
-    assert await sent(made, turn(2, program="p")) == "a"
-
-
-async def test_the_state_learns_where_this_router_sent_a_program_until_its_last_turn() -> None:
-    made = router(state(goes_to("b")), "a", "b")
-    homes = []
-    for number, is_last in enumerate((False, False, True, False)):
-        await sent(made, turn(number, program="p", is_last=is_last))
-        *_, home = made._state.place_turn.calls[-1]
-        homes.append(home)
-    assert homes == [None, "b", "b", None]
-    made.on_replica_actor_died(ReplicaID("b", OURS))
-    made._state.place_turn.answer = goes_to("a")
-    await sent(made, turn(9, program="p"))
-    assert made._state.place_turn.calls[-1][-1] is None, "what is gone is no home"
+async def test_the_state_is_asked_again_without_the_replicas_that_this_router_does_not_see() -> None:
+    made = router(state(lambda *words: goes_to("b" if "a" in words[-1] else "a")()), "a", "b")
+    assert await sent(made, turn(1, program="p")) == "a"
+    made.on_replica_actor_died(ReplicaID("a", OURS))
+    assert await sent(made, turn(2, program="p")) == "b"
+    made._state.place_turn.answer = goes_to("nowhere")
+    assert await sent(made, turn(3, program="p")) == "b", "the ring's, after a few questions"
 
 
 async def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() -> None:
@@ -168,31 +178,33 @@ async def test_the_fallbacks_ranks_have_one_element_each() -> None:
     assert len(ranks) == 3 and all(len(rank) == 1 for rank in ranks)
 
 
-async def test_the_state_hears_which_replicas_this_router_sees() -> None:
-    made = router(state(goes_to("a")), "a", "b")
+async def test_the_state_hears_how_many_replicas_this_router_sees() -> None:
+    made = router(state(goes_to("b")), "a", "b")
     for there in (("a", "b"), ("b",)):
         made.update_replicas([replica(name, rank) for rank, name in enumerate(there)])
-        assert await sent(made, turn(program="p")) in there, "what is gone gets no turn"
-        assert made._state.place_turn.calls[-1][1] == there
+        assert await sent(made, turn(program="p")) == "b"
+        assert made._state.place_turn.calls[-1][1:] == (True, len(there), [])
 
 
 async def test_a_state_that_was_away_is_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = router(state(away), "a", "b")
-    del made._state_actor  # the class's own
-    await sent(made, turn(program="p"))
+    del made._find_state  # the class's own
     found = state(goes_to("b"))
-    named = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
-    monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [named])
+    actor = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
+    monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [actor])
     monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
-    made._retry_at_s = 0.0
     assert await sent(made, turn(2, program="q")) == "b"
 
 
-async def test_a_state_that_is_too_slow_holds_no_turn_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("continuum_lmcache.serve.router.ANSWER_S", 0.01)
-    its = state(away)
+async def test_a_state_that_hangs_holds_up_the_first_turns_and_later_ones_for_a_moment() -> None:
+    its, now_s = state(away), asyncio.get_running_loop().time
     its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
-    assert await sent(router(its, "a"), turn(program="p")) == "a"
+    made, waits_s = router(its, "a"), []
+    for number in range(4):
+        began_s = now_s()
+        assert await sent(made, turn(number, program="p")) == "a"
+        waits_s.append(now_s() - began_s)
+    assert waits_s == pytest.approx([PATIENCE_S, SHORT_S, SHORT_S, SHORT_S])
 
 
 async def test_the_proxy_learns_the_replicas_api_keys_as_hashes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 from virtual_loop import VirtualLoop
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport, Route
-from continuum_lmcache.reload.cost_model import PrefillCurve
-from continuum_lmcache.serve.gauges import prefill, requests
-from continuum_lmcache.serve.names import TurnName, hidden, turn_name
+from continuum_lmcache.fleet.fleet import COOLDOWN_S, KnownProgram, ReplicaId, ReplicaReport, Route
+from continuum_lmcache.serve.names import hidden, turn_name
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import START_WAIT_S, FleetState
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 
 KEY = b"key"
-COOLDOWN_S = 30.0
-SECOND_A_TOKEN = PrefillCurve(0.0, 1.0, 0.0, samples=1)
-
-
 pytestmark = pytest.mark.anyio
 
 
@@ -36,34 +31,33 @@ class Host:
 
     def __init__(self, replicas: str = "ab") -> None:
         clock = asyncio.get_running_loop().time
-        self.state = FleetState("cost", COOLDOWN_S, KEY.hex(), now_s=clock)
+        self.state = FleetState(now_s=clock)
         self.replicas = list(replicas)
-        self.programs = {name: ReplicaPrograms(most=100) for name in replicas}
+        self.programs = {name: ReplicaPrograms() for name in replicas}
         self.turns = 0
 
     async def hears(self, *names: str, is_complete: bool = True, **figures: Any) -> None:
         for name in names or self.replicas:
             programs, now_s = self.programs[name], asyncio.get_running_loop().time()
             about = {"rank": list(self.programs).index(name)}
-            report = ReplicaReport(ReplicaId(name), 0.0, about=about, **figures)
-            known = programs.report(now_s, is_complete)
-            assert await self.state.take_report(report, known, is_complete) == self.state.name
+            report = ReplicaReport(ReplicaId(name), about=about, **figures)
+            known, heard = programs.report(now_s, is_complete), "" if is_complete else self.state.name
+            assert await self.state.take_report(report, known, heard) == self.state.name
 
-    async def sends(self, program: str, **named: Any) -> Route:
-        route = await self.state.place_turn(TurnName(program, **named), tuple(self.replicas))
+    async def sends(self, program: str, stays: bool = False, **_: Any) -> Route:
+        route = await self.state.place_turn(program, not stays, len(self.replicas))
         self.state.fleet.check()
         assert route is not None
         return route
 
     async def runs(self, program: str, answer: str | None = None, **named: Any) -> Route:
         """A whole turn, which its replica reports."""
-        route, turn = await self.sends(program, **named), TurnId(f"t{self.turns}")
+        route, turn = await self.sends(program, **named), f"t{self.turns}"
         self.turns += 1
         there, now_s = self.programs[route.replica], asyncio.get_running_loop().time()
-        stored = hidden(answer, KEY) if answer else None
-        there.on_start(now_s, turn, ProgramId(program), route.program_turns, route.program_age_s, 90, stored)
-        there.on_first_token(turn)
-        there.on_stop(turn, 100, is_last=named.get("is_last", False))
+        names = [ProgramId(program), *([hidden(answer, KEY)] if answer else [])]
+        there.on_start(now_s, turn, names, route.program_turns, route.program_age_s)
+        there.on_stop(turn, names, True, is_last=named.get("is_last", False))
         await self.hears(route.replica, is_complete=False)
         return route
 
@@ -80,7 +74,10 @@ async def test_a_new_state_moves_nobody_before_the_replicas_have_reported_what_t
     second = Host()
     second.programs = first.programs
     turns = [asyncio.ensure_future(second.sends(program)) for program in homes]
-    await second.hears(is_complete=False)
+    for name, programs in first.programs.items():
+        changed = programs.report(0.0)
+        heard = await second.state.take_report(ReplicaReport(ReplicaId(name)), changed, first.state.name)
+        assert heard == "", "it is to report all"
     await asyncio.sleep(0.4)
     assert not any(turn.done() for turn in turns), "only what has changed was reported"
     await second.hears()
@@ -118,78 +115,80 @@ async def test_the_state_reports_its_figures_and_no_programs_name() -> None:
     assert "secret" not in str(told) and told["turns"] == {"first": 1}
     assert [row["rank"] for row in told["replicas"]] == list(range(12)), "in the order of their ranks"
     assert sum(row["programs"] for row in told["replicas"]) == 1
+    assert {row["wait_seconds"] for row in told["replicas"]} == {None}
 
 
 # a replica's programs ---------------------------------------------------------
 
 
+P, Q, R = ProgramId("p"), ProgramId("q"), ProgramId("r")
+
+
 def test_a_turn_counts_once_however_many_prompts_it_brought() -> None:
-    told: list[None] = []
-    programs = ReplicaPrograms(most=10, on_change=lambda: told.append(None))
-    for tokens in (30, 40):
-        programs.on_start(0.0, TurnId("t"), ProgramId("p"), 3, 7.0, tokens)
-    programs.on_stop(TurnId("t"), 50, is_last=False)
-    assert programs.report(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, live=1)] and not told
-    programs.on_stop(TurnId("t"), 80, is_last=False)
-    assert programs.report(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0)] and len(told) == 1
+    programs = ReplicaPrograms()
+    for prompt in (1, 2):
+        programs.on_start(0.0, prompt, [P], 3, 7.0)
+    programs.on_stop(1, [P], True, is_last=False)
+    assert programs.report(1.0) == [KnownProgram(P, 3, 8.0, 1.0, is_live=True)]
+    programs.on_stop(2, [P], True, is_last=False)
+    assert programs.report(2.0) == [KnownProgram(P, 4, 9.0, 2.0)]
     assert programs.report(3.0) == [] and len(programs.report(3.0, is_complete=True)) == 1
 
 
 def test_a_program_that_comes_back_has_the_turns_that_it_finished_elsewhere() -> None:
-    programs = ReplicaPrograms(most=2)
-    for number, turns in enumerate((0, 6)):
-        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId("p"), turns, 0.0)
-        programs.on_stop(TurnId(f"t{number}"), 10, is_last=False)
+    programs = ReplicaPrograms()
+    for prompt, turns in enumerate((0, 6)):
+        programs.on_start(0.0, prompt, [P], turns, 0.0)
+        programs.on_stop(prompt, [P], True, is_last=False)
     assert [known.turns for known in programs.report(1.0, is_complete=True)] == [7]
 
 
+def test_a_turn_that_came_to_nothing_is_none_so_its_program_stands_in_line_again() -> None:
+    programs = ReplicaPrograms()
+    programs.on_start(0.0, 1, [P])
+    programs.on_stop(1, [P], False, is_last=False)
+    assert [known.turns for known in programs.report(1.0)] == [0]
+
+
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
-    programs = ReplicaPrograms(most=2)
-    for name in ("p", "q", "r"):
-        programs.on_start(0.0, TurnId(name), ProgramId(name))
-        programs.on_stop(TurnId(name), 10, is_last=name == "r")
-    found = {known.program: known.is_over for known in programs.report(1.0)}
-    assert found == {"q": False, "r": True} and len(programs) == 1
-    programs.on_start(2.0, TurnId("gone"), ProgramId("q"))
-    programs.on_stop(TurnId("gone"), 0, is_last=False)  # it came to nothing
-    assert [(k.program, k.turns, k.context_tokens) for k in programs.report(3.0, is_complete=True)] == [
-        ("q", 1, 10)
-    ]
+    programs = ReplicaPrograms(_programs=BoundedDict(2))
+    for name in (P, Q, R):
+        programs.on_start(0.0, name, [name])
+        programs.on_stop(name, [name], True, is_last=name == R)
+    assert {known.program: known.is_over for known in programs.report(1.0)} == {P: True, Q: False, R: True}
+    assert [known.program for known in programs.report(1.0, is_complete=True)] == [Q]
 
 
-def test_a_later_turn_waits_for_the_prompts_before_it_or_as_long_as_one_has_waited() -> None:
-    programs = ReplicaPrograms(most=10)
-    for number, (turns, tokens) in enumerate(((0, 20), (2, 5))):
-        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId(f"p{number}"), turns, 0.0, tokens)
-
-    def waits_s(now_s: float) -> tuple[float, float]:
-        stock, ours = (programs.wait_s(now_s, SECOND_A_TOKEN, later_first=first) for first in (False, True))
-        return stock, ours
-
-    assert waits_s(1.0) == (25.0, 5.0), "our engine computes later turns before first ones"
-    assert waits_s(40.0) == (40.0, 40.0), "the replica is slower than that"
-    programs.on_first_token(TurnId("t1"))
-    assert waits_s(1.0) == (20.0, 0.0)
-    programs.on_stop(TurnId("t1"), 8, is_last=False)
-    programs.on_start(1.0, TurnId("t2"), ProgramId("p1"), 3, 0.0, 10)
-    assert waits_s(1.0)[1] == 2.0, "of its prompt 8 tokens are there"
+def test_a_stored_answer_outlives_its_programs_last_turn() -> None:
+    programs, answer = ReplicaPrograms(), ProgramId("resp")
+    programs.on_start(0.0, 1, [P, answer])
+    programs.on_stop(1, [P, answer], True, is_last=True)
+    assert {known.program: known.is_over for known in programs.report(1.0)} == {P: True, answer: False}
+    programs.on_start(2.0, 2, [answer, Q], 1)
+    programs.on_stop(2, [answer, Q], True, is_last=False)
+    assert {(known.program, known.turns) for known in programs.report(3.0)} == {(answer, 2), (Q, 2)}
 
 
-def test_a_report_takes_the_engines_figures_and_stock_vllm_reports_no_speed() -> None:
-    stock = {"vllm:num_requests_waiting": 2.0, "vllm:num_requests_running": 3.0}
-    assert requests(stock) == 5 and prefill(stock) is None
-    parts = {"fixed_seconds": 0.1, "seconds_per_token": 0.01, "seconds_per_token_pair": 0.0}
-    curve = prefill({f"continuum_prefill_{name}": value for name, value in parts.items()})
-    assert curve is not None and curve.seconds(100, 0) == pytest.approx(1.1)
+def test_a_later_turn_waits_as_long_as_the_prompt_that_has_waited_longest() -> None:
+    programs = ReplicaPrograms()
+    for prompt, at_s in enumerate((0.0, 5.0, 7.0)):
+        programs.on_start(at_s, prompt, [])
+    assert programs.wait_s(9.0) == 9.0
+    programs.on_first_token(0)
+    assert programs.wait_s(9.0) == 4.0
+    programs.on_stop(1, [], False, is_last=False)
+    assert programs.wait_s(9.0) == 2.0
+    programs.on_first_token(2)
+    assert programs.wait_s(9.0) == 0.0
 
 
 # settings ---------------------------------------------------------------------
 
 
 def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() -> None:
-    text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1", "fleet.cooldown_s": "7"}
+    text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1"}
     settings = ServeSettings.of(text)
-    assert (settings.replicas, settings.gpus, settings.cooldown_s) == (2, 0.0, 7.0)
+    assert (settings.replicas, settings.gpus, settings.lmcache_gb) == (2, 0.0, 1.0)
     assert settings.vllm_args[0] == "m" and "--kv-transfer-config" in settings.vllm_args
     for wrong in (
         {"model": ""},
@@ -197,11 +196,9 @@ def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() ->
         {"replica": 2},
         {"replicas": 0},
         {"replicas": "x"},
-        {"fleet.movr": "cost"},
-        {"fleet.mover": "psychic"},
-        {"fleet.cooldown_s": -1},
-        {"fleet.cooldown_s": "nan"},
-        {"mover": "never"},
+        {"lmcache_gb": -1},
+        {"lmcache_gb": "nan"},
+        {"fleet.mover": "never"},
         {"key": "short"},
     ):
         with pytest.raises(ConfigError):

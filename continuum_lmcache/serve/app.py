@@ -50,11 +50,11 @@ def prepare() -> None:
         ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def deployment(settings: ServeSettings) -> serve.Deployment:
+def deployment(settings: ServeSettings, replica: type[Replica] = Replica) -> serve.Deployment:
     """The replicas, their router and their state."""
     keys = [sha256(key.encode()).hexdigest() for key in settings.api_keys]
     return serve.deployment(
-        Replica,
+        replica,
         name="vllm",
         num_replicas=settings.replicas,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
@@ -68,11 +68,6 @@ def deployment(settings: ServeSettings) -> serve.Deployment:
             DeploymentActorConfig(
                 name=STATE,
                 actor_class=ray.remote(FleetState),
-                init_kwargs={
-                    "mover": settings.mover,
-                    "cooldown_s": settings.cooldown_s,
-                    "key": settings.key,
-                },
                 actor_options={"num_cpus": 0, "max_concurrency": CALLS},
             )
         ],

@@ -2,7 +2,7 @@
 
 Seams, read and run on Ray 2.60.0: serve.ingress() with __serve_build_asgi_app__, check_health,
 record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor; the request context's
-session_id and _internal_request_id. Of vLLM 0.32: the request id of a Responses answer. vLLM itself is in
+session_id. Of vLLM 0.32: the request id of a Responses answer. vLLM itself is in
 vllm_plugin/watched_server.py.
 """
 
@@ -15,8 +15,6 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -26,13 +24,12 @@ from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
-from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve import gauges
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
-from continuum_lmcache.types import MOST_PROGRAMS, ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
@@ -40,7 +37,7 @@ HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
 REPORT_S = 0.5  # between two reports
-GATHER_S = 0.05  # from a turn's end to its report, which has all turns that end meanwhile
+GATHER_S = 0.05  # from a stored answer's start to its report, which has all that start meanwhile
 PROGRESS = ("program_turns", "program_age_s")  # the engine's fields (identity.FIELDS)
 RESPONSE = re.compile(r"(resp_\w+?)(?:_\d+)?")  # a stored answer's id, then the number of the prompt
 
@@ -68,8 +65,7 @@ class Replica:
         """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
         listen_on_node_address_only()
         self._settings, self._lmcache_servers = settings, lmcache_servers
-        self._changed = asyncio.Event()  # since the last report
-        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_change=self._changed.set)
+        self._programs, self._hurry = ReplicaPrograms(), asyncio.Event()  # to report now
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
@@ -82,7 +78,12 @@ class Replica:
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
         key = bytes.fromhex(self._settings.key)
-        watch = partial(TurnPrompt.of_this_request, self._programs, key)
+
+        def watch() -> TurnPrompt:
+            """The prompt of the request whose task this is."""
+            turn = TurnName.parse(_get_serve_request_context().session_id)
+            return TurnPrompt(self._programs, self._hurry, key, turn)
+
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
@@ -122,73 +123,58 @@ class Replica:
         return await asyncio.wait_for(getattr(state, method).remote(*args), ANSWER_S)
 
     async def _report(self) -> None:
-        """Report to the state each REPORT_S and as soon as a turn has ended: how busy this replica is, and
-        its programs that have changed; to a new state all of them."""
-        reported_to = ""
+        """Report to the state each REPORT_S, and as soon as an answer is stored here: how busy this replica
+        is, and its programs that have changed; to a new state all of them."""
+        state = ""  # which has heard of all programs here
         while True:
-            self._changed.clear()
+            self._hurry.clear()
             self._engine.report_prefills()
-            now_s, is_complete = time.monotonic(), not reported_to
-            programs = self._programs.report(now_s, is_complete)
+            now_s = time.monotonic()
+            programs = self._programs.report(now_s, is_complete=not state)
             try:
-                state_name = await self._call("take_report", self._figures(now_s), programs, is_complete)
+                state = await self._call("take_report", self._figures(now_s), programs, state)
             except NO_STATE as error:
-                if reported_to:  # logged once, not each half second
-                    logger.warning(
-                        "The fleet's state does not answer (%s); its successor gets all programs", error
-                    )
-                reported_to = ""
+                if state:  # logged once, not each half second
+                    logger.warning("The fleet's state does not answer (%s); the next one gets all", error)
+                state = ""
             else:
-                is_new = not is_complete and state_name != reported_to
-                reported_to = "" if is_new else state_name
-                if is_new:
+                if not state:
                     continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REPORT_S)
+                await asyncio.wait_for(self._hurry.wait(), REPORT_S)
                 await asyncio.sleep(GATHER_S)
 
     def _figures(self, now_s: float) -> ReplicaReport:
-        """How busy it is; the state adds the time."""
-        read = gauges.read_gauges()
-        measured = gauges.prefill(read)
-        curve = measured or UNMEASURED.prefill
-        wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
-        gauges.wait.set(wait_s)
+        """How busy it is. Only a stock engine has a wait: ours admits programs itself (fleet.py)."""
+        wait_s = None if self._engine.is_ours else self._programs.wait_s(now_s)
         about = {"rank": self.rank, "pid": os.getpid()}
-        return ReplicaReport(ReplicaId(self._name), 0.0, gauges.requests(read), wait_s, curve, about)
+        return ReplicaReport(ReplicaId(self._name), gauges.requests(), wait_s, about)
 
 
-@dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """A prompt of a turn that the router sent here (watched_server.Prompt). `key`: of the programs' names."""
+    """A prompt of a turn that the router sent here (watched_server.Prompt)."""
 
-    programs: ReplicaPrograms
-    key: bytes
-    turn: TurnId
-    name: TurnName
+    def __init__(self, programs: ReplicaPrograms, hurry: asyncio.Event, key: bytes, turn: TurnName) -> None:
+        """`hurry`: is set when the state should hear of this prompt soon; `key`: of the programs' names."""
+        self._programs, self._hurry, self._key, self._turn = programs, hurry, key, turn
+        self._names = [ProgramId(turn.program)] if turn.program else []
 
-    @classmethod
-    def of_this_request(cls, programs: ReplicaPrograms, key: bytes) -> TurnPrompt:
-        """The prompt of the request whose task this is."""
-        context = _get_serve_request_context()
-        return cls(programs, key, TurnId(context._internal_request_id), TurnName.parse(context.session_id))
-
-    def on_start(self, sampling_params: Any, prompt_tokens: int, request_id: str) -> None:
-        """Pass on to the engine what the program did elsewhere."""
-        name, response = self.name, RESPONSE.fullmatch(request_id)
-        program = ProgramId(name.program or f"~{self.turn}")
-        answer = hidden(response[1], self.key) if response else None
-        self.programs.on_start(
-            time.monotonic(), self.turn, program, name.turns, name.age_s, prompt_tokens, answer
-        )
-        gauges.turns.labels(name.why).inc()
-        sampling_params.extra_args = with_progress(sampling_params.extra_args, name)
+    def on_start(self, sampling_params: Any, request_id: str) -> None:
+        """Pass on to the engine what the program did elsewhere. The next turn may call the program by the id
+        of an answer that is stored here."""
+        turn, response = self._turn, RESPONSE.fullmatch(request_id)
+        if response:
+            self._names.append(hidden(response[1], self._key))
+            self._hurry.set()
+        self._programs.on_start(time.monotonic(), self, self._names, turn.turns, turn.age_s)
+        gauges.turns.labels(turn.why).inc()
+        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
 
     def on_first_token(self) -> None:
-        self.programs.on_first_token(self.turn)
+        self._programs.on_first_token(self)
 
-    def on_stop(self, context_tokens: int) -> None:
-        self.programs.on_stop(self.turn, context_tokens, self.name.is_last or not self.name.program)
+    def on_stop(self, is_finished: bool) -> None:
+        self._programs.on_stop(self, self._names, is_finished, self._turn.is_last)
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:

@@ -1,121 +1,71 @@
-"""The programs that one replica serves and their turns in flight, for its reports to the state."""
+"""The programs that one replica serves, for its reports to the state."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import KnownProgram
-from continuum_lmcache.reload.cost_model import PrefillCurve
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
 
 @dataclass(slots=True)
 class _Program:
     first_s: float
-    turns: int  # finished
-    context_tokens: int = 0  # of the last one
-    live: set[TurnId] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Turn:
-    names: tuple[ProgramId, ...]  # its program, and the name of its answer
-    start_s: float
-    is_first: bool  # of its program
-    held_tokens: int  # of the prompt: the program's last context, which the replica is taken to hold
-    running: int = 0  # generations: a request may bring several prompts
-    new_tokens: int = 0  # of the longest prompt
-    context_tokens: int = 0  # of the longest that finished; 0: none did
-    has_first_token: bool = False
+    turns: int = 0  # finished
+    began_s: float = 0.0  # its latest turn
+    live: int = 0  # prompts in flight
 
 
 @dataclass(slots=True)
 class ReplicaPrograms:
-    """The programs of this replica, `most` at most: those idle longest are dropped. `on_change` is called
-    when the state should hear soon."""
+    """The programs of this replica by their names: those idle longest are dropped."""
 
-    most: int
-    on_change: Callable[[], None] = lambda: None
-    _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
-    _turns: dict[TurnId, _Turn] = field(default_factory=dict)
+    _programs: BoundedDict[ProgramId, _Program] = field(default_factory=lambda: BoundedDict(MOST_PROGRAMS))
     _changed: dict[ProgramId, None] = field(default_factory=dict)
-    _over: list[ProgramId] = field(default_factory=list)
+    _waiting_since_s: dict[object, float] = field(default_factory=dict)  # by prompt: those without a token
 
     def on_start(
-        self,
-        now_s: float,
-        turn: TurnId,
-        program: ProgramId,
-        turns: int = 0,
-        age_s: float = 0.0,
-        prompt_tokens: int = 0,
-        answer: ProgramId | None = None,
+        self, now_s: float, prompt: object, names: Iterable[ProgramId], turns: int = 0, age_s: float = 0.0
     ) -> None:
-        """A turn's prompt enters the engine; the program had finished `turns` when it came here. `answer`: a
-        name by which the next turn may call this program, since the answer is stored here."""
-        seen = self._programs.pop(program, None) or _Program(now_s - age_s, turns)
-        seen.turns = max(seen.turns, turns)  # it may have been elsewhere since
-        names = (program,) if answer is None else (program, answer)
+        """A turn's prompt enters the engine; its program had finished `turns` when it came here."""
+        self._waiting_since_s[prompt] = now_s
+        seen = next((self._programs[n] for n in names if n in self._programs), _Program(now_s - age_s))
+        seen.turns, seen.began_s, seen.live = max(seen.turns, turns), now_s, seen.live + 1
         for name in names:
             self._programs[name] = seen
-        while len(self._programs) > self.most:
-            self._programs.popitem(last=False)
-        if (live := self._turns.get(turn)) is None:
-            live = self._turns[turn] = _Turn(names, now_s, not turns, seen.context_tokens)
-        live.running += 1
-        live.new_tokens = max(live.new_tokens, prompt_tokens - live.held_tokens)
-        seen.live.add(turn)
-        self._changed |= dict.fromkeys(names)
-        if answer is not None:
-            self.on_change()
+            self._changed[name] = None
 
-    def on_first_token(self, turn: TurnId) -> None:
+    def on_first_token(self, prompt: object) -> None:
         """The prefill has ended."""
-        self._turns[turn].has_first_token = True
+        self._waiting_since_s.pop(prompt, None)
 
-    def on_stop(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
-        """The prompt's generation has ended, with a context of this many tokens; 0: it did not finish."""
-        live = self._turns[turn]
-        live.running -= 1
-        live.context_tokens = max(live.context_tokens, context_tokens)
-        if live.running:
-            return
-        del self._turns[turn]
-        self._changed |= dict.fromkeys(live.names)
-        self.on_change()
-        program = live.names[0]
-        seen = self._programs.get(program)
-        if seen is None:
-            return
-        seen.live.discard(turn)
-        if live.context_tokens:
-            seen.turns, seen.context_tokens = seen.turns + 1, live.context_tokens
-        if is_last and not seen.live:
-            del self._programs[program]
-            self._over.append(program)
+    def on_stop(self, prompt: object, names: Iterable[ProgramId], is_finished: bool, is_last: bool) -> None:
+        """The prompt's generation has ended. Prompts that ran at the same time are one turn. `is_last`: the
+        program has ended; what is stored of it may go on."""
+        self.on_first_token(prompt)
+        seen = next((self._programs[n] for n in names if n in self._programs), None)
+        if seen is not None:
+            seen.live -= 1
+            seen.turns += is_finished and not seen.live
+        for name in names:
+            self._changed[name] = None
+            if is_last and seen is not None and not seen.live:
+                self._programs.pop(name, None)
+                return
 
-    def wait_s(self, now_s: float, prefill: PrefillCurve, later_first: bool) -> float:
-        """What a later turn would wait here before its prompt is computed, seconds.
-
-        The time to compute the prompts before it, or for how long one of these has waited, if longer: then
-        the replica is slower than `prefill`, or short of memory. `later_first`: the engine computes later
-        turns before programs' first ones.
-        """
-        before = [t for t in self._turns.values() if not (t.has_first_token or t.is_first and later_first)]
-        known_s = sum(prefill.seconds(t.new_tokens, t.held_tokens) for t in before)
-        return max([known_s, *(now_s - t.start_s for t in before)])
+    def wait_s(self, now_s: float) -> float:
+        """How long the prompt has waited that has waited longest, seconds."""
+        return now_s - min(self._waiting_since_s.values(), default=now_s)
 
     def report(self, now_s: float, is_complete: bool = False) -> list[KnownProgram]:
         """What has changed since the last call; or every program here, those idle longest first."""
-        names = self._programs if is_complete else [n for n in self._changed if n in self._programs]
-        over = [] if is_complete else [KnownProgram(n, 0, 0, 0.0, is_over=True) for n in self._over]
-        self._changed, self._over = {}, []
-        programs = ((name, self._programs[name]) for name in names)
-        return over + [
-            KnownProgram(n, p.turns, p.context_tokens, now_s - p.first_s, len(p.live)) for n, p in programs
+        names, self._changed = [*self._programs] if is_complete else [*self._changed], {}
+        found = ((name, self._programs.get(name)) for name in names)
+        return [
+            KnownProgram(name, is_over=True)
+            if seen is None
+            else KnownProgram(name, seen.turns, now_s - seen.first_s, now_s - seen.began_s, seen.live > 0)
+            for name, seen in found
         ]
-
-    def __len__(self) -> int:
-        return len(self._programs)

@@ -3,11 +3,12 @@ state does not answer.
 
 It replaces the program's name, which has a hash of the client's credentials in it (names.py), by a keyed
 hash. The state and the replicas see no other name. The key is in the application's config, which
-Serve's controller keeps: the same in all routers, and for the state's actor after each restart.
+Serve's controller keeps: the same in all routers.
 
-Without the state a program continues where this router last sent it, and otherwise where Ray's ring puts it.
-The state learns of that home with the program's next turn. A replica that this router does not see, since it
-died or drains, gets no turn: each question says which it sees.
+It knows no program's home. While the state is away turns wait for the next one. If none comes they go by
+Ray's ring, which puts a program's turns on one replica whichever proxy they pass, and the state learns of
+that home from the replica's report. A replica that this router does not see, since it died or drains, gets
+no turn: the state is asked again without it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
@@ -28,13 +29,14 @@ from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NA
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from continuum_lmcache.bounded_dict import BoundedDict
+from continuum_lmcache.fleet.fleet import Route
 from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
-from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
-STATE_RETRY_S = 1.0  # after a state that did not answer; until then no request waits for it
-ANSWER_S = 10.0  # for the state's answer: a new one waits 5 s for the replicas' reports
+PATIENCE_S = 30.0  # for the state's answer, or its successor's: Ray may need 10 s to start one
+SHORT_S = 0.2  # for its answer, once a turn has waited so long in vain
+POLL_S = 0.1  # between two looks for another state
+MOST_GONE = 8  # replicas that the state names for one turn, and that this router does not see
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
 
 
@@ -47,9 +49,9 @@ class ProgramRouter(ConsistentHashRouter):
         self._key = bytes.fromhex(kwargs.pop("key"))
         ApiKeys.hashes = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
-        self._homes: BoundedDict[str, str] = BoundedDict(MOST_PROGRAMS)  # by the program's hash
         self._state: Any = None
-        self._retry_at_s = 0.0
+        self._patience_s = PATIENCE_S
+        self._look_at_s = 0.0
         self._by_name: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -77,65 +79,56 @@ class ProgramRouter(ConsistentHashRouter):
         if turn.program and not is_retry:  # on a retry it was done already
             turn = replace(turn, program=hidden(turn.program, self._key))
             pending_request.metadata.session_id = str(turn)
-        if turn.rank is not None:
-            return await self._of_rank(pending_request, turn.rank)
-        if not turn.is_turn:
-            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        home = self._homes.get(turn.program)
-        home = home if home in self._by_name else None
+        if turn.rank is not None:  # if none has this rank, any: its answer names it
+            for replica in self._by_name.values():
+                if replica.replica_metadata.get("rank") == turn.rank:
+                    return replica
         if is_retry:
             await self._backoff(FULL_BACKOFF)
-        chosen = await self._ask_state(pending_request, turn, home)
-        if chosen is None and home is not None:
-            chosen = self._by_name.get(home)
-        if chosen is None:
-            chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        if turn.is_last:
-            self._homes.pop(turn.program, None)  # the next program of that name is a new one
-        elif turn.program:
-            self._homes[turn.program] = chosen.replica_id.unique_id
-        return chosen
+        chosen = await self._ask_state(pending_request, turn) if turn.is_turn else None
+        return chosen or await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
-    async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
-        """The requested replica; if none has this rank, any: its answer names it."""
-        for replica in self._by_name.values():
-            if replica.replica_metadata.get("rank") == rank:
-                return replica
-        return await super()._choose_replica_for_request(pending_request)
-
-    async def _ask_state(
-        self, pending_request: PendingRequest, turn: TurnName, home: str | None
-    ) -> RunningReplica | None:
+    async def _ask_state(self, pending_request: PendingRequest, turn: TurnName) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or knows no replica that is here."""
-        state = self._state_actor()
-        if state is None:
-            return None
+        gone: list[str] = []
         try:
-            placed = state.place_turn.remote(turn, tuple(self._by_name), home)
-            async with asyncio.timeout(ANSWER_S):  # wait_for of Python 3.11 can lose a cancellation
-                answer = await placed
-        except (RayError, TimeoutError) as error:
-            logger.warning(
-                "The fleet's state does not answer (%s): this router places turns by its own table", error
-            )
-            if self._state is state:
-                self._state = None
-                self._retry_at_s = asyncio.get_running_loop().time() + STATE_RETRY_S
-            return None
-        if answer is None:
-            return None
-        turn = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s, why=answer.why.value)
-        pending_request.metadata.session_id = str(turn)
-        return self._by_name.get(answer.replica)
+            async with asyncio.timeout(self._patience_s):  # wait_for of Python 3.11 can lose a cancellation
+                while len(gone) < MOST_GONE:
+                    answer = await self._answer(turn, gone)
+                    self._patience_s = PATIENCE_S
+                    if answer is None:
+                        break
+                    if (chosen := self._by_name.get(answer.replica)) is not None:
+                        turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
+                        turn = replace(turn, turns=turns, age_s=age_s, why=why)
+                        pending_request.metadata.session_id = str(turn)
+                        return chosen
+                    gone.append(answer.replica)
+        except TimeoutError:
+            logger.warning("The fleet's state does not answer: this router places turns by a hash meanwhile")
+            self._state, self._patience_s = None, SHORT_S
+        return None
 
-    def _state_actor(self) -> Any:
-        """The state's actor; None: it does not exist at the moment."""
-        now_s = asyncio.get_running_loop().time()
-        if self._state is None and now_s >= self._retry_at_s:
-            self._retry_at_s = now_s + STATE_RETRY_S
-            ours = f"{self._deployment_id.app_name}::{self._deployment_id.name}::"
-            start = SERVE_DEPLOYMENT_ACTOR_PREFIX + ours
-            for named in ray.util.list_named_actors(all_namespaces=True):
-                if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
-                    self._state = ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)
-        return self._state
+    async def _answer(self, turn: TurnName, gone: list[str]) -> Route | None:
+        """The state's, or its successor's."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            if self._state is None and now_s >= self._look_at_s:
+                self._look_at_s = now_s + POLL_S
+                self._state = self._find_state()
+            if (state := self._state) is not None:
+                try:
+                    asked = turn.program, not turn.stays, len(self._by_name), gone
+                    return await state.place_turn.remote(*asked)  # type: ignore[no-any-return]
+                except RayError:
+                    self._state = None if self._state is state else self._state
+            await asyncio.sleep(POLL_S)
+
+    def _find_state(self) -> Any:
+        """The actor by its name; None: it does not exist at the moment."""
+        ours = f"{self._deployment_id.app_name}::{self._deployment_id.name}::"
+        start = SERVE_DEPLOYMENT_ACTOR_PREFIX + ours
+        for named in ray.util.list_named_actors(all_namespaces=True):
+            if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
+                return ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)
+        return None

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import MOVERS
 
-AT_LEAST_0 = ("gpus", "cpus", "lmcache_gb", "cooldown_s")
+AT_LEAST_0 = ("gpus", "cpus", "lmcache_gb")
 AT_LEAST_1 = ("replicas", "lmcache_port", "nodes")
-OF_THE_FLEET = {"mover": "fleet.mover", "cooldown_s": "fleet.cooldown_s"}  # field -> its key
 KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 
@@ -35,17 +33,12 @@ class ServeSettings:
     lmcache_http_port: int = 5556  # there too
     nodes: int = 1  # with replicas
     key: str = field(default="", repr=False)  # of programs' names, hexadecimal; "": each deploy makes its own
-    mover: str = "cost"  # or "never": no program moves while its home is there
-    cooldown_s: float = 30.0  # between two moves of a program, at least
 
     def __post_init__(self) -> None:
         for name in (*AT_LEAST_0, *AT_LEAST_1):
             least = int(name in AT_LEAST_1)
             if not getattr(self, name) >= least:
-                key = OF_THE_FLEET.get(name, name)
-                raise ConfigError(f"{key} is {getattr(self, name)!r}; it must be at least {least}")
-        if self.mover not in MOVERS:
-            raise ConfigError(f"fleet.mover is {self.mover!r}; it must be one of {', '.join(MOVERS)}")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
         if not KEY.fullmatch(self.key):
             raise ConfigError("key must be 32 to 128 hexadecimal digits, an even number of them")
 
@@ -68,11 +61,11 @@ class ServeSettings:
     @classmethod
     def of(cls, args: Mapping[str, object]) -> ServeSettings:
         """From text on a command line or values in YAML. Raises ConfigError with the problem."""
-        fields = {OF_THE_FLEET.get(each.name, each.name): each for each in dataclasses.fields(cls)}
-        refuse_unknown(args, fields, "", "the arguments")
+        types = {each.name: str(each.type) for each in dataclasses.fields(cls)}
+        refuse_unknown(args, types, "", "the arguments")
         if not args.get("model"):
             raise ConfigError("model is missing; pass model=NAME_OR_PATH")
-        return cls(**{fields[n].name: parsed(n, value, str(fields[n].type)) for n, value in args.items()})
+        return cls(**{name: parsed(name, value, types[name]) for name, value in args.items()})
 
 
 CONNECTOR = (

@@ -1,19 +1,18 @@
 """vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; a watcher observes each prompt.
 
 No part of vLLM's server is rewritten: its parser reads the options, its AsyncLLM runs the engine, its
-build_app and init_app_state make the app. The engine is observed where prompts enter and results leave, so
-token counts are the engine's own.
+build_app and init_app_state make the app. The engine is observed where prompts enter and results leave.
 
 Seams, read and run on vLLM 0.32, and refused on any other: entrypoints.launchers
 (cli_args.make_arg_parser, .validate_parsed_serve_args, app.build_app, api_server.app_state.init_app_state);
-AsyncLLM.generate (a prompt's prompt_token_ids), .from_vllm_config, .get_supported_tasks, .model_config,
+AsyncLLM.generate, .from_vllm_config, .get_supported_tasks, .model_config,
 .output_processor.request_states (is_prefilling, external_req_id).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.vllm_plugin.hooks.engine_args import SCHEDULERS
 
 CHECKED_VERSION = "0.32"
 
@@ -32,14 +32,14 @@ CHECKED_VERSION = "0.32"
 class Prompt(Protocol):
     """One prompt, as the watcher sees it."""
 
-    def on_start(self, sampling_params: Any, prompt_tokens: int, request_id: str) -> None:
-        """It enters the engine with these parameters, which may be changed. `prompt_tokens` 0: not known."""
+    def on_start(self, sampling_params: Any, request_id: str) -> None:
+        """It enters the engine with these parameters, which may be changed."""
 
     def on_first_token(self) -> None:
         """Its prefill has ended."""
 
-    def on_stop(self, context_tokens: int) -> None:
-        """Its generation has ended, with a context of this many tokens; 0: it did not finish."""
+    def on_stop(self, is_finished: bool) -> None:
+        """Its generation has ended."""
 
 
 class WatchedEngine(AsyncLLM):
@@ -48,28 +48,28 @@ class WatchedEngine(AsyncLLM):
     watch: Callable[[], Prompt]
     _uncomputed: dict[str, Prompt]  # by request id: those without a first token yet
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it schedules by our policy, and not by one of vLLM's own."""
+        return str(self.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
+
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """AsyncLLM.generate, watched."""
         watched = self.watch()
-        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-        watched.on_start(sampling_params, len(tokens or ()), request_id)
+        watched.on_start(sampling_params, request_id)
         self._uncomputed[request_id] = watched
-        prompt_tokens = generated_tokens = 0
         finished = False
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **more):
-                if not prompt_tokens:
-                    prompt_tokens = len(output.prompt_token_ids or ())
-                    if self._uncomputed.pop(request_id, None) is not None:
-                        watched.on_first_token()
-                generated_tokens += sum(len(part.token_ids) for part in output.outputs)
+                if self._uncomputed.pop(request_id, None) is not None:
+                    watched.on_first_token()
                 finished = output.finished
                 yield output
         finally:
             self._uncomputed.pop(request_id, None)
-            watched.on_stop(prompt_tokens + generated_tokens if finished else 0)
+            watched.on_stop(finished)
 
     def report_prefills(self) -> None:
         """Report prompts whose prefill has ended without an output yet: an answer that is not streamed comes

@@ -7,7 +7,8 @@ All but ours see exact present figures; a real router's are late and partly esti
     affinity        first turn to the fewest pending prefill tokens, later ones there: EAR without migration
     moves           no home: each turn to the fewest pending prefill tokens: migration without affinity
     ear             the Elastic Affinity Router: affinity, and it migrates
-    ours            the product's (continuum_lmcache/fleet/); ours-no-moves: with the mover `never`
+    ours            the product's (continuum_lmcache/fleet/); replicas report waits where the engine is stock
+    ours-moves      the same, and all replicas report waits; ours-no-moves: none does
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from continuum_lmcache.fleet.fleet import Fleet, ReplicaId, ReplicaReport
-from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 from experiments.fleet.replica import Replica, Turn
 
 REPORT_S = 0.5  # how often replicas report to ours, as on Ray Serve
@@ -36,7 +36,7 @@ class Router:
     def first_token(self, _turn: Turn, _replica: int) -> None:
         """A turn's prompt is computed."""
 
-    def ended(self, _now_s: float, _turn: Turn, _replica: Replica, _context_tokens: int) -> None:
+    def ended(self, _now_s: float, _turn: Turn, _replica: Replica) -> None:
         """A turn has been answered."""
 
 
@@ -114,10 +114,13 @@ class Ear(Sticky):
 
 
 class Ours(Router):
-    """The product's fleet, with the product's reports: of each REPORT_S, and as a turn ends."""
+    """The product's fleet, with the product's reports, of each REPORT_S.
 
-    def __init__(self, mover: str) -> None:
-        self.fleet = Fleet(b"simulated", mover, COOL_S)
+    `waits`: whether replicas report what a turn waits there, so that programs move; None: stock engines do.
+    """
+
+    def __init__(self, waits: bool | None = None) -> None:
+        self.fleet, self._waits = Fleet(), waits
         self._programs: dict[int, ReplicaPrograms] = {}
         self._reported_s = -REPORT_S
 
@@ -130,24 +133,22 @@ class Ours(Router):
         route = self.fleet.on_arrival(now_s, program)
         assert route is not None, "replicas have reported"
         self._programs[int(route.replica)].on_start(
-            now_s, TurnId(turn.id), program, route.program_turns, route.program_age_s, turn.prompt_tokens
+            now_s, turn.id, [program], route.program_turns, route.program_age_s
         )
         return int(route.replica)
 
     def first_token(self, turn: Turn, replica: int) -> None:
-        self._programs[replica].on_first_token(TurnId(turn.id))
+        self._programs[replica].on_first_token(turn.id)
 
-    def ended(self, now_s: float, turn: Turn, replica: Replica, context_tokens: int) -> None:
-        self._programs[replica.index].on_stop(TurnId(turn.id), context_tokens, turn.is_last)
-        self._report(now_s, replica)
+    def ended(self, _now_s: float, turn: Turn, replica: Replica) -> None:
+        self._programs[replica.index].on_stop(turn.id, [ProgramId(turn.program)], True, turn.is_last)
 
     def _report(self, now_s: float, replica: Replica) -> None:
         """From the figures that a replica has on Ray Serve. A slow replica does not report its speed."""
-        programs = self._programs.setdefault(replica.index, ReplicaPrograms(most=100_000))
-        engine = getattr(replica.scheduler, "_engine", None)
-        curve = UNMEASURED.prefill if engine is None else engine.advisor.rates.costs.prefill
-        wait_s = programs.wait_s(now_s, curve, later_first=engine is not None)
-        report = ReplicaReport(ReplicaId(str(replica.index)), now_s, replica.counted, wait_s, curve)
+        programs = self._programs.setdefault(replica.index, ReplicaPrograms())
+        waits = not hasattr(replica.scheduler, "_engine") if self._waits is None else self._waits
+        wait_s = programs.wait_s(now_s) if waits else None
+        report = ReplicaReport(ReplicaId(str(replica.index)), replica.counted, wait_s)
         self.fleet.on_report(now_s, report, programs.report(now_s))
 
 
@@ -157,6 +158,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "affinity": lambda: Sticky(fewest_pending),
     "moves": lambda: Each(fewest_pending),
     "ear": lambda: Ear(fewest_pending),
-    "ours-no-moves": lambda: Ours("never"),
-    "ours": lambda: Ours("cost"),
+    "ours": Ours,
+    "ours-moves": lambda: Ours(waits=True),
+    "ours-no-moves": lambda: Ours(waits=False),
 }

@@ -145,8 +145,7 @@ class FleetRun(Simulation):
             return
         turn = there.sent.pop(said.request_id).turn
         self.found.replica_of[turn.program, turn.number] = replica
-        context_tokens = turn.prompt_tokens + self.agents.turns[-1].output_tokens
-        self.router.ended(self.clock.now_s, turn, there, context_tokens)
+        self.router.ended(self.clock.now_s, turn, there)
 
     # KV between replicas ---------------------------------------------------
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.fleet.homes import digest, hashed_replica
+from continuum_lmcache.fleet.homes import digest
 from continuum_lmcache.programs.identity import namespace_of, program_id
 from continuum_lmcache.types import MOST_PROGRAMS
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
@@ -78,7 +78,7 @@ def install(schedulers: str) -> None:
         home = next((home for home in homes if home not in live and home.is_of(request)), None)
         rank = home.rank if home is not None else None
         if not homes and self.client_count > 1:
-            rank = hashed_replica(program, range(ranks), api_keys.secret())
+            rank = int.from_bytes(name) % ranks
         if request.data_parallel_rank is None and rank is not None and rank < ranks:
             request.data_parallel_rank = rank  # else it is gone: vLLM can scale down
         engine = stock(self, request)

@@ -1,0 +1,130 @@
+"""Two nodes of Ray's own test cluster on this machine: what dies under its programs, without an engine.
+
+The router, the state, the proxies and the replicas' reports are the product's; replicas answer at once.
+Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (docs/ray.md).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray_clients import REPLICA, becomes, running
+from ray_server import ENVIRONMENT, LOOPBACK, fleet_report
+
+from continuum_lmcache.serve import app
+from continuum_lmcache.serve.names import ENVIRONMENT as NAMING
+from continuum_lmcache.serve.settings import ServeSettings
+from experiments.fleet.ray_cost import Answering
+from experiments.server import reserved_port
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+PROGRAMS = [f"run-{i}" for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes. Ray of several nodes listens on the machine's addresses, so it has a token."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ENVIRONMENT | NAMING | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
+            patch.setenv(name, value)
+        patch.delenv(LOOPBACK)
+        made = Cluster(initialize_head=True, head_node_args=NODE)
+        try:
+            made.add_node(**NODE)
+            ray.init(address=made.address, log_to_driver=False)
+            yield made
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def url(cluster: Any) -> str:
+    """Both proxies have this port: the kernel divides the connections."""
+    port = reserved_port()
+    assert len(cluster.list_all_nodes()) == 2
+    serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
+    settings = ServeSettings("m", replicas=2, gpus=0, cpus=0.1, key=secrets.token_hex(32))
+    deployed = app.deployment(settings, Answering).options(max_replicas_per_node=1)
+    serve.run(deployed.bind(settings))
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(autouse=True)
+def _both_replicas(cluster: Any, url: str) -> None:
+    """An earlier test may have killed a node."""
+    if len(cluster.list_all_nodes()) < 2:
+        cluster.add_node(**NODE)
+    becomes(lambda: len(fleet_report(url).get("replicas", ())) == 2, "two replicas report")
+    becomes(lambda: len(running("ray::ProxyActor")) == 2, "two proxies")
+
+
+def homes(url: str, prefix: str, turns: int = 1) -> dict[str, list[str]]:
+    """The replicas of so many turns of each program; a connection that a proxy's death cut is made again."""
+    found: dict[str, list[str]] = {}
+    for _ in range(turns):
+        for name in PROGRAMS:
+            answer = sent(url, prefix + name)
+            found.setdefault(name, []).append(answer.headers[REPLICA])
+    return found
+
+
+def sent(url: str, program: str) -> httpx.Response:
+    for _ in range(100):
+        try:
+            answer = httpx.post(f"{url}/v1/completions", json={"job_id": program}, timeout=60)
+        except httpx.TransportError:
+            time.sleep(0.2)
+            continue
+        if answer.status_code == 200:
+            return answer
+        assert answer.status_code in (500, 503), answer.text
+        time.sleep(0.2)
+    raise AssertionError("no answer in 100 tries")
+
+
+def test_programs_are_at_home_on_both_nodes_whichever_proxy_their_turns_pass(url: str) -> None:
+    found = homes(url, "a", turns=4)
+    assert all(len(set(replicas)) == 1 for replicas in found.values())
+    counts = Counter(replicas[0] for replicas in found.values())
+    assert len(counts) == 2 and min(counts.values()) >= len(PROGRAMS) // 4
+
+
+@pytest.mark.parametrize("victim", ["ray::FleetState", "ray::ProxyActor"])
+def test_every_program_keeps_its_replica_when_the_state_or_a_proxy_dies(url: str, victim: str) -> None:
+    before = homes(url, victim)
+    os.kill(running(victim)[0].pid, signal.SIGKILL)
+    after = homes(url, victim, turns=2)
+    assert {name: [*before[name], *replicas] for name, replicas in after.items()} == {
+        name: 3 * replicas for name, replicas in before.items()
+    }
+
+
+def test_programs_of_a_dead_node_go_to_the_other_one_and_stay_and_a_new_node_gets_new_ones(
+    cluster: Any, url: str
+) -> None:
+    before = homes(url, "n")
+    (worker,) = cluster.worker_nodes
+    cluster.remove_node(worker, allow_graceful=False)
+    after = homes(url, "n", turns=2)
+    alive = {replica for replicas in after.values() for replica in replicas}
+    assert len(alive) == 1 and alive < {replicas[0] for replicas in before.values()}
+    cluster.add_node(**NODE)
+    becomes(lambda: len(fleet_report(url).get("replicas", ())) == 2, "a replica on the new node")
+    assert homes(url, "n") == {name: [*alive] for name in PROGRAMS}, "started programs stay"
+    assert len({replicas[0] for replicas in homes(url, "new").values()}) == 2
