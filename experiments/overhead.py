@@ -60,7 +60,7 @@ WAITING = 2_000  # turns in line beside one that ends
 KNOWN = 10_000  # programs that are away
 AT_ONCE = 500  # of these, served in one batch
 NEW_TOKENS = 200  # a turn
-SMOKE = 20  # all of it so many times smaller, for a test
+SMOKE = 50  # all of it so many times smaller, for a test
 TEXT = "I shall run the tests again, with more output. " * 12 + "\n```bash\npython -m pytest -q tests\n```"
 TOOL = ("pytest", "bash")  # the tool calls of TEXT
 LETTERS = {letter: at for at, letter in enumerate(sorted(ByteLevel.alphabet()))}
@@ -198,7 +198,7 @@ def step_ms(contender: str, running: int, steps: int, *place: Any) -> float:
 
 def refused_ms(contender: str, tokens: int, steps: int, *place: Any) -> tuple[float, float]:
     """A decode step of BESIDE turns; and one while a turn of so many tokens is refused its memory."""
-    timed = Timed(contender, 4 * tokens, *place)
+    timed = Timed(contender, KV_TOKENS, *place)
     timed.scheduler.add_request(timed.request("p", [1] * tokens, 2))
     timed.serve()
     others = [timed.request(f"r{n}", [n + 2] * RUNNING_TOKENS, MAX_MODEL_LEN // 2) for n in range(BESIDE)]
@@ -223,7 +223,7 @@ def overdue_ms(contender: str, programs: int, *place: Any) -> float:
         timed.serve()
     timed.run_all([timed.request("r", [1] * RUNNING_TOKENS, MAX_MODEL_LEN // 2)])
     timed.clock.advance_to(timed.clock.now_s + 3000.0)
-    return max(timed.step() for _ in range(300))
+    return max(timed.step() for _ in range(200))
 
 
 def beside_waiting_ms(contender: str, waiting: int, turns: int, *place: Any) -> float:
