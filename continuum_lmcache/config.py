@@ -31,8 +31,8 @@ class ContinuumConfig:
     max_ttl_s: float = 300.0  # no pin lasts longer, with any policy
     max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
     max_tenant_share: float = 1.0  # share of max_pinned_share that one API key may hold; without keys: all
-    first_token_limit_s: float = 30.0  # the longest wait, if all turns wait equally; 0: programs keep places
-    admission_max_hold_s: float = 180.0  # a wait from which programs that have had their slice give way
+    first_token_limit_s: float = 30.0  # below this expected wait turns queue alike, without places; 0: never
+    admission_max_hold_s: float = 180.0  # once a turn waited so long, programs give places up after a slice
     pin_reclaim_after_s: float = 120.0  # a turn refused blocks for this long may take other programs' pins
     program_idle_s: float = 3600.0  # a program without a turn for this long is forgotten
     admission: bool = True  # new programs wait while the started ones fill the KV cache

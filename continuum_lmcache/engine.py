@@ -8,10 +8,15 @@ vllm_plugin/scheduler.py passes values and carries the decisions out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.policy.interface import End, EngineState, Order
+from continuum_lmcache.policy.named import policy_of
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of, same_blocks
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
@@ -20,11 +25,10 @@ from continuum_lmcache.programs.prompt_linker import HashedPrompt, LinkableTurn,
 from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefixIndex
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.programs.turns import Turn, TurnTable, prompt_key
-from continuum_lmcache.reload.load_policy import Contention, LoadPolicy
-from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.reload.load_policy import LoadPolicy
+from continuum_lmcache.retention.learned import Learned
 from continuum_lmcache.retention.pin_renewal import PinRenewal
 from continuum_lmcache.retention.pin_table import PinTable
-from continuum_lmcache.retention.queue_order import Order
 from continuum_lmcache.telemetry.events import (
     Event,
     EvictFirst,
@@ -32,8 +36,9 @@ from continuum_lmcache.telemetry.events import (
     PinRenewed,
     PinTaken,
     PrefixLost,
+    ProgramAdmitted,
     ProgramEnded,
-    Start,
+    ProgramHeld,
     TurnArrived,
     TurnFinished,
     TurnPreempted,
@@ -41,12 +46,14 @@ from continuum_lmcache.telemetry.events import (
 )
 from continuum_lmcache.types import (
     MOST_PROGRAMS,
-    EngineLoad,
     FinishedTurn,
+    Pin,
     PinEnd,
+    Place,
     ProgramId,
     Residency,
     Retention,
+    Start,
     Tier,
     ToolKey,
     TurnId,
@@ -54,6 +61,7 @@ from continuum_lmcache.types import (
 
 REFRESH_S = 10.0
 MOST_STRANGERS = 2  # requests that begin otherwise than their program: a title's and a topic's
+BEHIND = Start(False, "behind")  # of programs that wait behind the first in line
 RETRY_S = 1.0  # equal requests that come sooner after each other are n answers, a list or a group
 
 
@@ -69,7 +77,7 @@ class NewTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLoad:
+class Occupancy:
     """How busy the engine is before a step."""
 
     is_running: bool  # a turn runs
@@ -103,27 +111,30 @@ class Engine:
 
     def __init__(
         self,
-        advisor: RetentionAdvisor,
+        config: ContinuumConfig,
+        learned: Learned,
         total_blocks: int,
         block_tokens: int,
         hash_block_tokens: int,
     ) -> None:
-        config = advisor.config
-        self.advisor, self.config = advisor, config
+        self.config, self.learned, self.policy = config, learned, policy_of(config)
         self.total_blocks, self.kv_tokens = total_blocks, total_blocks * block_tokens
         self.turns, self.programs, self.end_claims = TurnTable(), ProgramTable(MOST_PROGRAMS), EndClaims()
         budget = int(total_blocks * config.max_pinned_share)
         tenant_budget = int(budget * config.max_tenant_share)
         self.pins = PinTable(self.programs.records, budget, tenant_budget, config.max_ttl_s)
-        self._renewal = PinRenewal(self.pins, advisor)
-        self.load_policy = LoadPolicy(advisor.rates, self._contention, advisor.features.load_or_recompute)
+        self._free_blocks: Callable[[], int] = lambda: 0  # of the GPU, in this step
+        self._renewal = PinRenewal(self.pins, self._retain_again)
+        self.load_policy = LoadPolicy(
+            learned.rates, self.policy.to_load, lambda: (len(self.turns) - 1, self.kv_tokens)
+        )
         self._hash_block_tokens = hash_block_tokens
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
             self.programs,
-            KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens()),
-            config.admission_max_hold_s,
-            config.first_token_limit_s,
+            KVCapacity(self.kv_tokens, learned.cheap_tier_tokens()),
+            config,
+            self.policy,
             lambda: self.programs.growth.eta,
             self._shared_prefixes,
         )
@@ -232,7 +243,7 @@ class Engine:
             arrival_s = before.arrival_s
         program = self.programs.add(now_s, name, fields.owner, arrival_s, one_turn=False)
         if program.counts_as_ended:
-            self.advisor.gaps.withdraw_lost(program.tool, program.tenant)
+            self.learned.gaps.withdraw_lost(program.tool, program.tenant)
         self.programs.expect_again(program)
         # on another engine, or in a first turn that had no program's name
         is_new = program.stage is Stage.IDLE and program.left is None
@@ -252,7 +263,7 @@ class Engine:
         self._queue_or_line_up(now_s, program, new, prompt, link, exempt=has_started)
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:
-            self.advisor.gaps.observe(tool, gap_s, program.tenant)
+            self.learned.gaps.observe(tool, gap_s, program.tenant)
         return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s)
 
     def _queue_or_line_up(
@@ -272,7 +283,7 @@ class Engine:
             prompt.num_prompt_tokens,
             new.priority,
             prompt.block_hashes,
-            exempt=exempt or not self.config.admission,
+            exempt=exempt or not self.policy.admits,
         )
 
     def turn_ran(
@@ -295,10 +306,10 @@ class Engine:
         context_tokens = min(program.last_tokens, prompt_tokens)
         evicted = context_tokens - turn.gpu_tokens > SLACK_BLOCKS * self._hash_block_tokens
         if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
-            self.advisor.survival.on_return(program.residency, served, context_tokens)
+            self.learned.survival.on_return(program.residency, served, context_tokens)
         delay_s = now_s - turn.arrival_s
-        if evicted and program.since_s <= turn.arrival_s:  # else it waited for its place, not for memory
-            self.advisor.observe_queue_delay(delay_s)
+        if evicted and program.placed_s <= turn.arrival_s:  # else it waited for its place, not for memory
+            self.learned.observe_queue_delay(delay_s)
         events: list[Event] = [TurnStarted(now_s, program.id, turn.id, served, delay_s, evicted)]
         losses = losses_of(
             program.hashes,
@@ -356,37 +367,37 @@ class Engine:
     def _end_in_call(
         self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd, call: ToolCall
     ) -> list[Event]:
-        """Decide for how long the turn's KV stays."""
-        program, advisor, tokens = turn.program, self.advisor, end.context_tokens
-        name, tenant = program.id, program.tenant
-        tool = advisor.slowest(call.tools, tenant)
-        blocks, number = len(call.block_ids), program.turns + 1
-        repeated_share = program.repeated_share
-        ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant, repeated_share)
-        outlook = advisor.outlook(tool, tenant)
-        keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
-        in_line_s = keep.reload_s  # what the program's KV costs after a wait in the line
-        if not self.admission.tier_keeps_waiting:
-            in_line_s = advisor.rates.costs.prefill_s(tokens)
-        yields = self.config.admission and self.admission.gives_up_place(
-            now_s, program, tokens, in_line_s, outlook.gap_s, self.turns.waiting_since_s
+        """Ask the policy for how long the turn's KV stays, and whether its program keeps its place."""
+        program, tokens, where = turn.program, end.context_tokens, call.residency
+        one, gaps = len(call.tools) == 1, self.learned.gaps
+        tool = call.tools[0] if one else gaps.of(program.tenant).slowest(call.tools)
+        state = self.state_of(tool, program.tenant, where, call.free_blocks)  # an older pin counts as memory
+        keeps = self.admission.tier_keeps_waiting  # as it is before the turn counts
+        ended = FinishedTurn(
+            program.id,
+            program.turns + 1,
+            tool,
+            tokens,
+            len(call.block_ids),
+            where,
+            program.tenant,
+            program.repeated_share,
+            place_turns=program.turns + 1 - program.turns_before_place,
+            place_s=now_s - program.placed_s,
+            line_reload_s=state.reload_s if keeps else state.costs.prefill_s(tokens),
         )
-        if yields:
-            keep = replace(keep, ttl_s=0.0, reason="yields")
-        events = self._unpin(now_s, name, PinEnd.SUPERSEDED)
-        self.programs.finish_turn(
-            now_s,
-            program,
-            ended,
-            prompt.block_hashes,
-            expected_s=outlook.expected_s,
-            reload_s=in_line_s,
-            yields=yields,
-        )
-        events.append(self._finished(now_s, turn, end, tool, keep))
-        if (pin := self.pins.take(now_s, ended, keep, call.block_ids)) is not None:
+        retention = self._retain(ended, state)
+        gap_s = state.gaps.most_specific(tool).mean_s or 0.0
+        place = self.admission.place_of(now_s, ended, state, gap_s, self.turns.waiting_since_s)
+        if not place.is_kept:
+            retention = replace(retention, ttl_s=0.0, reason="yields")
+        events = self._unpin(now_s, program.id, PinEnd.SUPERSEDED)
+        self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, place)
+        events.append(self._finished(now_s, turn, end, tool, retention, place))
+        if (pin := self.pins.take(now_s, ended, retention, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin))
-        if outlook.is_usually_last:  # after the pin: its blocks do not go first
+        evicts = self.policy.evicts_first  # after the pin: its blocks do not go first
+        if evicts is not None and evicts(End(False, 0, 0, state.lost_share)).is_first:
             events.append(self._evict_first(now_s, turn, prompt))
         program.linkable = self._note_linkable(turn, prompt) if turn.may_be_linked else None
         return events
@@ -399,10 +410,43 @@ class Engine:
         program.turns += 1
         events.append(self._drop(now_s, program))
         self.end_claims.claim(program)
-        evicts = self.advisor.features.evict_ended_programs
-        if evicts and self.end_claims.is_trusted(program.tenant):
+        evicts, counts = self.policy.evicts_first, self.end_claims.counts(program.tenant)
+        if evicts is not None and evicts(End(True, *counts, 0.0)).is_first:
             events.append(self._evict_first(now_s, turn, prompt))
         return events
+
+    def state_of(self, tool: ToolKey, tenant: str, residency: Residency, free_blocks: int) -> EngineState:
+        """What is known about a turn that has ended in a call of the tool."""
+        learned = self.learned
+        gaps, costs = learned.gaps.of(tenant), learned.rates.costs
+        lost_share = gaps.longer_share(tool, math.inf)
+        return EngineState(
+            self.config,
+            costs,
+            gaps,
+            lost_share,
+            gaps.expected_s(tool, lost_share),
+            costs.reload_s(residency, learned.survival.chances()),
+            learned.queue_delay_s,
+            self.programs.growth.eta,
+            self.is_memory_short,
+            self.total_blocks,
+            free_blocks,
+            self.pins.pinned_blocks,
+        )
+
+    def _retain(self, turn: FinishedTurn, state: EngineState) -> Retention:
+        """The policy's answer, never beyond max_ttl_s."""
+        found, config = self.policy.retain(turn, state), self.config
+        ttl_s = min(found.ttl_s, config.max_ttl_s)
+        return replace(found, ttl_s=ttl_s, reload_s=state.reload_s, policy=config.policy)
+
+    def _retain_again(self, pin: Pin, away_s: float) -> Retention:
+        """The policy's answer for a program that has been away so long."""
+        is_overdue = self.programs.records[pin.program].stage is Stage.OVERDUE
+        turn = pin.turn
+        state = self.state_of(turn.tool, turn.tenant, turn.residency, self._free_blocks())
+        return self._retain(turn, replace(state, away_s=away_s, is_overdue=is_overdue))
 
     def program_released(self, now_s: float, name: ProgramId) -> list[Event]:
         """Its client says that it has ended. A turn that it still has is its last."""
@@ -424,7 +468,13 @@ class Engine:
         return self._finished(now_s, turn, end)
 
     def _finished(
-        self, now_s: float, turn: Turn, end: TurnEnd, tool: ToolKey = (), keep: Retention | None = None
+        self,
+        now_s: float,
+        turn: Turn,
+        end: TurnEnd,
+        tool: ToolKey = (),
+        retention: Retention | None = None,
+        place: Place | None = None,
     ) -> TurnFinished:
         return TurnFinished(
             now_s,
@@ -434,7 +484,8 @@ class Engine:
             context_tokens=end.context_tokens,
             output_tokens=end.output_tokens,
             is_last=turn.fields.is_last_step,
-            retention=keep,
+            retention=retention,
+            place=place,
             first_token_s=turn.first_token_s,
         )
 
@@ -450,32 +501,45 @@ class Engine:
     def _drop(self, now_s: float, program: Program) -> ProgramEnded:
         """The program ended, or is not waited for any more. Dropping its record is the whole clean-up."""
         if program.finished_s is not None and not program.counts_as_ended:  # it never came back from its call
-            self.advisor.gaps.add_lost(program.tool, program.tenant)
+            self.learned.gaps.add_lost(program.tool, program.tenant)
         self.programs.count_end(program)
         self.programs.drop(program)
         return ProgramEnded(now_s, program.id, program.turns)
 
     # each step -------------------------------------------------------------
 
-    def tick(self, now_s: float, step: StepLoad) -> list[Event]:
+    def tick(self, now_s: float, step: Occupancy) -> list[Event]:
         """Start programs for which there is room; then, since a program that starts at once waits for no
         pin, set pins' deadlines again and end the due ones."""
         events = self._start_programs(now_s, step)
-        is_short = self.is_memory_short
-        for pin in self._renewal.renew_due(now_s, is_short, lambda: self.load(step.free_blocks())):
+        self._free_blocks = step.free_blocks
+        for pin in self._renewal.renew_due(now_s, self.is_memory_short):
             events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
         for program in self.pins.due(now_s) if self.pins.pinned else ():
             events += self._unpin(now_s, program, PinEnd.EXPIRED)
         return events
 
-    def _start_programs(self, now_s: float, step: StepLoad) -> list[Event]:
-        for program in self.programs.expire_away(now_s, may_have_ended=self.config.admission):
-            self.advisor.gaps.add_lost(program.tool, program.tenant)
+    def _start_programs(self, now_s: float, step: Occupancy) -> list[Event]:
+        for program in self.programs.expire_away(now_s, may_have_ended=self.policy.admits):
+            self.learned.gaps.add_lost(program.tool, program.tenant)
         if not self.admission.is_waited_for:
             return []
         is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share
-        started = self.admission.admit(now_s, is_idle, 1.0 if step.is_queued else prompt_share)
-        return [Start(now_s, program.id, turn) for program in started if (turn := program.turn) is not None]
+        asked = self.admission.admit(now_s, is_idle, 1.0 if step.is_queued else prompt_share)
+        events: list[Event] = [
+            ProgramAdmitted(now_s, p.id, turn_of(p), start) for p, start in asked if start.may
+        ]
+        if asked and not asked[-1][1].may:
+            first, start = asked[-1]
+            if first.held_for != start.reason:
+                first.held_for = start.reason
+                events.append(ProgramHeld(now_s, first.id, turn_of(first), start))
+            for program in self.admission.came:
+                if program.stage is Stage.IN_LINE and program is not first:
+                    program.held_for = BEHIND.reason
+                    events.append(ProgramHeld(now_s, program.id, turn_of(program), BEHIND, first.id))
+        self.admission.came.clear()
+        return events
 
     def is_refresh_due(self, now_s: float) -> bool:
         return now_s >= self._refresh_at_s
@@ -488,8 +552,8 @@ class Engine:
         """
         self._refresh_at_s = now_s + REFRESH_S
         self.kv_tokens = kv_tokens
-        self.advisor.survival.resize(tier_tokens)
-        self.admission.capacity = KVCapacity(kv_tokens, self.advisor.cheap_tier_tokens())
+        self.learned.survival.resize(tier_tokens)
+        self.admission.capacity = KVCapacity(kv_tokens, self.learned.cheap_tier_tokens())
         idle = self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned)
         return [self._drop(now_s, program) for program in idle]
 
@@ -505,23 +569,21 @@ class Engine:
 
     def order(self, turn: Turn, preempted: bool) -> Order:
         """The turn's place in the waiting queue: the smallest is first."""
-        return self.advisor.order(turn.queue_entry(preempted, turn.program.id in self.pins.pinned))
+        return self.policy.order(turn.queue_entry(preempted, turn.program.id in self.pins.pinned))
 
     @property
     def is_memory_short(self) -> bool:
         """Whether a turn was refused its blocks, or a program waits for a place."""
-        return bool(self.turns.refused_memory) or self.admission.is_waited_for
-
-    def load(self, free_blocks: int) -> EngineLoad:
-        """How busy the engine is."""
-        pinned, is_short = self.pins.pinned_blocks, self.is_memory_short
-        eta = self.programs.growth.eta
-        return EngineLoad(self.total_blocks, free_blocks, pinned, eta=eta, is_memory_short=is_short)
+        return bool(self.turns.refused_memory) or self.programs.in_stage[Stage.IN_LINE] > 0
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""
         self.programs.check()
         self.pins.check()
 
-    def _contention(self) -> Contention:
-        return Contention(len(self.turns) - 1, self.kv_tokens)
+
+def turn_of(program: Program) -> TurnId:
+    """The live turn of a program in the line."""
+    if program.turn is None:
+        raise InvariantError(f"program {program.id!r} is {program.stage.value} and has no turn")
+    return program.turn

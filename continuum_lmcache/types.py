@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 ProgramId = NewType("ProgramId", str)
 TurnId = NewType("TurnId", str)  # vLLM's request id
@@ -76,21 +76,9 @@ class FinishedTurn:
     residency: Residency  # where the context would be found without the pin
     tenant: str = ""  # Program.tenant
     repeated_share: float = 1.0  # of its program's kept contexts, by the latest returns
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """How busy the engine is at the moment of a decision."""
-
-    total_blocks: int  # GPU KV blocks in all
-    free_blocks: int  # neither running nor pinned
-    pinned_blocks: int
-    queue_delay_s: float = 0.0  # T: mean queueing delay of turns whose KV had been evicted
-    eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
-    reload_s: float = 0.0  # PrefillReload of the turn's context, if the GPU's copy is lost
-    is_memory_short: bool = False  # a waiting turn was refused its blocks, or a new program waits to start
-    price: float = 1.0  # seconds that a second of pin is charged with
-    away_s: float = 0.0  # for how long the program has been in its tool call
+    place_turns: int = 0  # of the program since it got its place, this one included
+    place_s: float = 0.0  # since then
+    line_reload_s: float = 0.0  # what the context costs after a wait in the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +86,32 @@ class Retention:
     """For how long a finished turn's KV should stay on the GPU, and why."""
 
     ttl_s: float  # 0: do not pin
-    policy: str
-    reason: str  # low cardinality: "cdf", "cold-start", "budget", ...
+    reason: str  # low cardinality: "cdf", "cold-start", ...
     probability: float = 0.0  # P(tau): chance that the program is back within ttl_s
     benefit_s: float = 0.0  # T * eta + PrefillReload, what a return in time saves
     cost_s: float = 0.0  # the price of holding the memory
     samples: int = 0  # number of durations in the estimate
     level: str = ""  # which distribution was used: "tool", "all", "cold"
+    asks_again: bool = False  # the policy is asked anew when the pin expires, and when memory becomes short
     reload_s: float = 0.0  # PrefillReload, if the GPU's copy is lost
+    policy: str = ""  # its name; the engine sets it
+
+
+class Place(NamedTuple):
+    """Whether a program keeps its place during a tool call, and why."""
+
+    is_kept: bool
+    reason: str  # low cardinality
+    expected_s: float  # for so long: then the program is not expected back any more
+
+
+class Start(NamedTuple):
+    """Whether the first program in the line may start, and why."""
+
+    may: bool
+    reason: str  # low cardinality
+    need_tokens: float = 0.0  # what the program would add to the started ones
+    room_tokens: float = 0.0  # what fits beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,5 +139,5 @@ class QueueEntry:
     priority: int  # the client's, lower first (vLLM's convention); 0 unless honor_priority
     program_arrival_s: float
     turn_arrival_s: float
-    program_since_s: float  # when it came, or last came to wait for a place
+    program_order_s: float  # when it came, or last came to wait for a place
     attained_tokens: int  # tokens computed for the program so far

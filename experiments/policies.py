@@ -8,26 +8,20 @@ In experiments each has its contender's name (`setting`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import NormalDist
 
-from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention.policies import (
-    POLICIES,
-    PUBLISHED,
-    Policy,
-    policy_named,
-    static_ttl,
-)
-from continuum_lmcache.retention.queue_order import Order, pinned_first
-from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
+from continuum_lmcache.policy import continuum
+from continuum_lmcache.policy.interface import EngineState, Order, Places, Policy
+from continuum_lmcache.policy.named import POLICIES, policy_named
+from continuum_lmcache.policy.published import order as pinned_first
+from continuum_lmcache.policy.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.tools.shell_key import INSTANT, PLAIN, SLOW
-from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention, ToolKey
+from continuum_lmcache.types import FinishedTurn, Place, QueueEntry, Retention, ToolKey
 
 MEAN_THRESHOLD_S = 2.0  # FIXED_THRESHOLD_CONTINUUM of github.com/Hanchenli/vllm-continuum
 FAST_TTL_S = 2.0
@@ -38,30 +32,24 @@ PLAS_QUANTUM_TOKENS = 2048  # the first queue's width: one prefill step of vLLM'
 PLAS_AGEING_S = 30.0  # a wait of this length makes up for one queue
 
 
-def no_retention(
-    _turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
-) -> Retention:
+def no_retention(_turn: FinishedTurn, _state: EngineState) -> Retention:
     """Never pin: what vLLM does."""
-    return Retention(0.0, config.policy, "never")
+    return Retention(0.0, "never")
 
 
-def mean_threshold_ttl(
-    turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
-) -> Retention:
+def mean_threshold_ttl(turn: FinishedTurn, state: EngineState) -> Retention:
     """The public prototype: pin for 2 s if the command's mean gap is at most 2 s, or not known yet.
 
     It keys by the command's first word, so only the command's level is looked up, without arguments.
     """
-    seen = gaps.exact(turn.tool[-2:])
+    seen = state.gaps.exact(turn.tool[-2:])
     mean_s = seen.mean_s
     ttl_s = MEAN_THRESHOLD_S if mean_s is None or mean_s <= MEAN_THRESHOLD_S else 0.0
     reason = "no-history" if mean_s is None else "mean"
-    return retention_of(seen, ttl_s, 0.0, reason, config)
+    return retention_of(seen, ttl_s, 0.0, reason)
 
 
-def infercept_ttl(
-    turn: FinishedTurn, gaps: ToolDurations, costs: CostModel, load: EngineLoad, config: ContinuumConfig
-) -> Retention:
+def infercept_ttl(turn: FinishedTurn, state: EngineState) -> Retention:
     """InferCept (arXiv 2402.01869): the least waste of preserve, swap and discard, as a TTL.
 
     Waste is memory x time. Preserving wastes the turn's own memory while the tool runs. Discarding wastes
@@ -69,18 +57,16 @@ def infercept_ttl(
     How long the tool will run is not known. So the pin lasts until preserving has wasted as much as the
     better of the other two would: tau * own = min(discard, 2 swap) * batch.
     """
-    where = turn.residency
+    where, costs = turn.residency, state.costs
     discard_s = costs.prefill_s(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
     swap_s = 2 * costs.reload_s(where)
-    batch = max(load.total_blocks - load.free_blocks - load.pinned_blocks, turn.blocks)
-    ttl_s = min(min(discard_s, swap_s) * batch / max(turn.blocks, 1), config.max_ttl_s)
-    seen = gaps.distribution(turn.tool)
-    return retention_of(seen, ttl_s, min(discard_s, swap_s), "min-waste", config)
+    batch = max(state.total_blocks - state.free_blocks - state.pinned_blocks, turn.blocks)
+    ttl_s = min(min(discard_s, swap_s) * batch / max(turn.blocks, 1), state.config.max_ttl_s)
+    seen = state.gaps.distribution(turn.tool)
+    return retention_of(seen, ttl_s, min(discard_s, swap_s), "min-waste")
 
 
-def three_way_ttl(
-    turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
-) -> Retention:
+def three_way_ttl(turn: FinishedTurn, state: EngineState) -> Retention:
     """ContextServe's three estimates of a gap: a rule, the posterior of the key's own gaps, the CDF.
 
     A tool known to be FAST is pinned for 2 s and a SLOW one is not. Else eq. 2 is solved: with the
@@ -89,14 +75,14 @@ def three_way_ttl(
     program = turn.tool[-2:][:1]
     if program and program[0] in FAST_TOOLS | SLOW_TOOLS:
         ttl_s = FAST_TTL_S if program[0] in FAST_TOOLS else 0.0
-        return Retention(ttl_s, config.policy, "rule", cost_s=ttl_s, level="rule")
-    benefit_s = load.queue_delay_s * load.eta + load.reload_s
-    own = gaps.exact(most_specific(turn.tool, gaps))
+        return Retention(ttl_s, "rule", cost_s=ttl_s, level="rule")
+    benefit_s = state.queue_delay_s * state.eta + state.reload_s
+    own = state.gaps.exact(most_specific(turn.tool, state.gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
         seen = as_posterior(own)
-        return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "posterior", config)
-    seen = gaps.distribution(turn.tool)
-    return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
+        return retention_of(seen, best_ttl(seen, benefit_s, state.config.max_ttl_s), benefit_s, "posterior")
+    seen = state.gaps.distribution(turn.tool)
+    return retention_of(seen, best_ttl(seen, benefit_s, state.config.max_ttl_s), benefit_s, "cdf")
 
 
 def most_specific(tool: ToolKey, gaps: ToolDurations) -> ToolKey:
@@ -155,14 +141,14 @@ def least_attained_service(entry: QueueEntry) -> Order:
     )
 
 
-fcfs = Policy(no_retention, turn_order, PUBLISHED)
-program_fcfs = Policy(no_retention, program_order, PUBLISHED)
-mean_threshold = Policy(mean_threshold_ttl, pinned_first, PUBLISHED)
-plas = Policy(no_retention, least_attained_service, PUBLISHED)
-infercept = Policy(infercept_ttl, program_order, PUBLISHED)
-three_way = Policy(three_way_ttl, pinned_first, PUBLISHED)
-no_pins = Policy(no_retention, pinned_first)
-always_loads = Policy(static_ttl, pinned_first, replace(PUBLISHED, load_or_recompute=False))
+TO_LOAD = continuum.to_load
+fcfs = Policy(no_retention, turn_order, to_load=TO_LOAD)
+program_fcfs = Policy(no_retention, program_order, to_load=TO_LOAD)
+mean_threshold = Policy(mean_threshold_ttl, pinned_first, to_load=TO_LOAD)
+plas = Policy(no_retention, least_attained_service, to_load=TO_LOAD)
+infercept = Policy(infercept_ttl, program_order, to_load=TO_LOAD)
+three_way = Policy(three_way_ttl, pinned_first, to_load=TO_LOAD)
+no_pins = replace(POLICIES["continuum"], retain=no_retention)
 
 BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "three-way", "no-pins")
 
@@ -177,10 +163,43 @@ def setting(name: str) -> str:
     return f"{__name__}:{name.replace('-', '_')}" if name in BASELINES else name
 
 
-def without(name: str, *features: str) -> Policy:
-    """The policy of that short name with these of its Features off. Raises TypeError for unknown ones."""
+def full_price(policy: Policy) -> Policy:
+    """A second of a pin costs one always, so its TTL is decided once."""
+
+    def retain(turn: FinishedTurn, state: EngineState) -> Retention:
+        return replace(policy.retain(turn, replace(state, is_memory_short=True)), asks_again=False)
+
+    return replace(policy, retain=retain)
+
+
+def all_ends_alike(policy: Policy) -> Policy:
+    """Nothing is evicted first, and who may not come back is expected like others."""
+    decide = policy.gives_up_place
+    if decide is None or policy.retain is not continuum.retain:
+        return replace(policy, evicts_first=None)
+
+    def place(turn: FinishedTurn, state: EngineState, places: Places) -> Place:
+        return decide(turn, state, places)._replace(expected_s=state.expected_s)
+
+    return replace(policy, retain=continuum.solved, gives_up_place=place, evicts_first=None)
+
+
+SWITCHES: dict[str, Callable[[Policy], Policy]] = {
+    "admission": lambda policy: replace(policy, may_start=None, gives_up_place=None),
+    "evict_ended_programs": all_ends_alike,
+    "priced_pins": full_price,
+    "measured_chunk": lambda policy: replace(policy, chunk=None),
+    "load_or_recompute": lambda policy: replace(policy, to_load=None),
+    "pins": lambda policy: replace(policy, retain=no_retention),
+}
+
+
+def without(name: str, *switches: str) -> Policy:
+    """The policy of that short name with these of SWITCHES off. Raises KeyError for unknown ones."""
     policy = policy_named(setting(name))
-    return replace(policy, features=replace(policy.features, **dict.fromkeys(features, False)))
+    for switch in sorted(switches):  # evict_ended_programs before priced_pins
+        policy = SWITCHES[switch](policy)
+    return policy
 
 
 @contextmanager

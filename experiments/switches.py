@@ -5,7 +5,7 @@
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
-A switch is one of the policy's Features, `pins`, or a setting that is true or false. infer_programs is run
+A switch is one of policies.SWITCHES, or a setting that is true or false. infer_programs is run
 with clients that name no program. In the simulator: an assumed A100 unless the regime has another machine,
 decode steps merged. The ratio is that of mean job times, off / on, seed by seed: above 1 the switch gains.
 Rows are printed as they end.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 from typing import Annotated
@@ -23,18 +23,16 @@ from typing import Annotated
 import typer
 
 from continuum_lmcache.config import KEYS
-from continuum_lmcache.retention.policies import Features
+from experiments import policies
 from experiments.offload_sweep import seeds_of
-from experiments.policies import no_retention, registered, without
+from experiments.policies import registered, without
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sweep.cases import Point
 from experiments.sweep.goals import is_wanted, papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
 
-FEATURES = tuple(f.name for f in fields(Features))
-PINS = "pins"
-SWITCHES = (*FEATURES, "infer_programs", PINS)
+SWITCHES = (*policies.SWITCHES, "infer_programs")
 WITHOUT = "without"  # a policy's name while its run lasts
 
 
@@ -63,10 +61,9 @@ def with_switches(point: Point, switches: Sequence[str], are_on: bool) -> Result
     setup = setup_of(point, programs)
     if are_on:
         return simulate(programs, setup)
-    features = [name for name in switches if name in FEATURES]
-    settings = dict.fromkeys((name for name in switches if name not in (*FEATURES, PINS)), False)
-    policy = without(setup.policy, *features)
-    with registered(WITHOUT, replace(policy, retain=no_retention) if PINS in switches else policy):
+    of_policy = [name for name in switches if name in policies.SWITCHES]
+    settings = dict.fromkeys((name for name in switches if name not in policies.SWITCHES), False)
+    with registered(WITHOUT, without(setup.policy, *of_policy)):
         return simulate(programs, replace(setup, policy=WITHOUT, continuum={**setup.continuum, **settings}))
 
 
@@ -98,7 +95,8 @@ def chosen(names: str | None) -> Sequence[tuple[str, ...]]:
     if names is None:
         return [(name,) for name in SWITCHES]
     switches = tuple(names.split(","))
-    known = list(dict.fromkeys([*FEATURES, PINS, *(name for name, kind in KEYS.items() if kind == "bool")]))
+    booleans = (name for name, kind in KEYS.items() if kind == "bool")
+    known = list(dict.fromkeys([*policies.SWITCHES, *booleans]))
     for name in switches:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is no switch; known: {', '.join(known)}")

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.policy.interface import EngineState
+from continuum_lmcache.policy.named import POLICIES
 from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import FinishedTurn, ProgramId, Residency, TurnId
+
+
+def a_state(config: ContinuumConfig | None = None, **known: Any) -> EngineState:
+    """Of an engine that has 60 of 100 blocks free and knows nothing else."""
+    values: dict[str, Any] = {
+        "config": config or ContinuumConfig(),
+        "costs": UNMEASURED,
+        "gaps": ToolDurations(),
+        "lost_share": 0.0,
+        "expected_s": 20.0,
+        "reload_s": 0.0,
+        "queue_delay_s": 0.0,
+        "eta": 1.0,
+        "is_memory_short": False,
+        "total_blocks": 100,
+        "free_blocks": 60,
+        "pinned_blocks": 10,
+    }
+    return EngineState(**values | known)
 
 
 class AdmissionRig:
@@ -16,7 +41,8 @@ class AdmissionRig:
 
     def __init__(self, capacity: KVCapacity, max_hold_s: float, growth: ContextGrowth | None = None) -> None:
         self.programs = ProgramTable(100_000, growth or ContextGrowth())
-        self.admission = AdmissionController(self.programs, capacity, max_hold_s)
+        config = ContinuumConfig(admission_max_hold_s=max_hold_s, first_token_limit_s=0.0)
+        self.admission = AdmissionController(self.programs, capacity, config, POLICIES["continuum"])
 
     def stage(self, name: ProgramId) -> Stage:
         return self.programs.records[name].stage
@@ -38,9 +64,7 @@ class AdmissionRig:
         self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt or turns > 0)
         return program.stage is Stage.ACTIVE
 
-    def add_request(
-        self, name: ProgramId, prompt_tokens: int, now_s: float = 0.0, runs: bool = True
-    ) -> None:
+    def add_request(self, name: ProgramId, prompt_tokens: int, now_s: float = 0.0, runs: bool = True) -> None:
         """A request without a program. It runs, or is in vLLM's queue."""
         program = self._arrived(now_s, name, one_turn=True)
         self.admission.on_arrival(now_s, program, prompt_tokens, exempt=True)
@@ -58,7 +82,8 @@ class AdmissionRig:
 
     def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
         self.programs.expire_away(now_s)
-        return [program.id for program in self.admission.admit(now_s, idle, prompt_share)]
+        asked = self.admission.admit(now_s, idle, prompt_share)
+        return [program.id for program, start in asked if start.may]
 
     def on_pause(
         self,
@@ -73,9 +98,15 @@ class AdmissionRig:
         program, programs = self.programs.records[name], self.programs
         self.admission.on_turn_end(now_s)
         waiting = [p.line_since_s for p in programs.records.values() if p.stage is Stage.IN_LINE]
-        yields = self.admission.gives_up_place(now_s, program, tokens, reload_s, gap_s, waiting)
-        ended = FinishedTurn(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens))
-        programs.finish_turn(now_s, program, ended, (), expected_s, reload_s, yields)
+        ended = FinishedTurn(
+            *(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens)),
+            place_turns=program.turns + 1 - program.turns_before_place,
+            place_s=now_s - program.placed_s,
+            line_reload_s=reload_s,
+        )
+        state = a_state(self.admission.config, expected_s=expected_s)
+        place = self.admission.place_of(now_s, ended, state, gap_s, waiting)
+        programs.finish_turn(now_s, program, ended, (), place)
 
     def remove_program(self, name: ProgramId, finished_turns: int = 0) -> None:
         """The program ends after `finished_turns`, or its turn is aborted (0)."""

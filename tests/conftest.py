@@ -14,7 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from continuum_lmcache.retention.policies import POLICIES
+from continuum_lmcache.policy.named import POLICIES
 from experiments import policies
 from experiments.tiny_model import make_model
 
@@ -146,7 +146,7 @@ def traces() -> Path:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets CONTINUUM_* variables for a bench; `without`: some of the policy's features."""
+    """Sets CONTINUUM_* variables for a bench; `without`: some of policies.SWITCHES."""
     for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
         monkeypatch.delenv(name)
 

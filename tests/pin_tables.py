@@ -8,7 +8,7 @@ from continuum_lmcache.programs.program import Program
 from continuum_lmcache.programs.shared_prefixes import NO_HEAD
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.retention.pin_table import PinTable
-from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Retention, TurnId
+from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, Place, ProgramId, Retention, TurnId
 
 
 class Tables:
@@ -35,7 +35,9 @@ class Tables:
         self, now_s: float, turn: FinishedTurn, keep: Retention, shared_blocks: int = 0
     ) -> Pin | None:
         """`shared_blocks`: the first blocks of all programs that have some."""
-        self.programs.finish_turn(now_s, self.programs.records[turn.program], turn, (), 1e9, False)
+        self.programs.finish_turn(
+            now_s, self.programs.records[turn.program], turn, (), Place(True, "test", 1e9)
+        )
         shared = min(shared_blocks, turn.blocks)
         own = range(self._next_block, self._next_block + turn.blocks - shared)
         self._next_block = own.stop

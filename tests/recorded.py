@@ -11,8 +11,8 @@ from continuum_lmcache.vllm_plugin.files import pieces, recording_path, write_wh
 
 EPOCH_S = 1_790_000_000.0
 ABOUT = {"model": "Llama", "policy": "continuum", "machine": "1 x H100", "versions": "vLLM 0.32.0"}
-KEEP = Retention(3.0, "continuum", "cdf", probability=0.75)
-DROP = Retention(0.0, "continuum", "cdf")
+KEEP = Retention(3.0, "cdf", probability=0.75, policy="continuum")
+DROP = Retention(0.0, "cdf", policy="continuum")
 
 
 def written(tmp_path: Path, recorder: EventRecorder, rank: int = 0) -> Path:

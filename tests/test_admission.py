@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from admission_rig import AdmissionRig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuum_lmcache.admission.controller import (
-    BUSY_SHARE,
-    RATE_TURNS,
-    SLICE_RELOADS,
-    SLICE_TURNS,
-    KVCapacity,
-)
-from continuum_lmcache.admission.prefill_share import PrefillShare
+from continuum_lmcache.admission.controller import RATE_TURNS, KVCapacity
+from continuum_lmcache.policy.continuum import BUSY_SHARE, SLICE_RELOADS, SLICE_TURNS, slice_s
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.program import STANDING_KEPT_S, Stage
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
+from continuum_lmcache.steps.prefill_share import PrefillShare
 from continuum_lmcache.types import ProgramId
 
 A, B, C = (ProgramId(name) for name in "abc")
@@ -172,7 +168,7 @@ def test_a_program_gives_way_at_once_where_its_gap_is_long_and_others_would_not_
     """With one turn that waits and one that ends each `waits_s`, the mean wait is as long. Then the line
     lets everybody in, too."""
     at = admission(started_tokens=tier_tokens)
-    at.admission.first_token_limit_s = 30.0
+    at.admission.config = replace(at.admission.config, first_token_limit_s=30.0)
     for end in range(RATE_TURNS + 1):
         name, now_s = ProgramId(f"{end}"), 100 + end * waits_s
         at.on_arrival(now_s - waits_s / 2, name, 60_000)
@@ -192,7 +188,7 @@ def test_a_program_gives_way_at_once_where_its_gap_is_long_and_others_would_not_
 def test_one_call_of_a_slow_tool_opens_the_line_to_nobody() -> None:
     """Whether waits are shared is decided by the latest turns of all programs."""
     at = admission()
-    at.admission.first_token_limit_s = 30.0
+    at.admission.config = replace(at.admission.config, first_token_limit_s=30.0)
     at.on_arrival(0.0, A, 90_000)
     assert admitted(at) == [A]
     for turn in range(RATE_TURNS):
@@ -208,7 +204,7 @@ def test_all_turns_that_end_count_in_the_rate_of_turns() -> None:
 
     def shares(ends_beside: int) -> bool:
         at = admission()
-        at.admission.first_token_limit_s = 30.0
+        at.admission.config = replace(at.admission.config, first_token_limit_s=30.0)
         for turn in range(RATE_TURNS):
             at.on_arrival(30.0 * turn, A, 60_000)
             at.admit(30.0 * turn, idle=True)
@@ -331,7 +327,7 @@ def test_the_gauge_looks_at_no_program_that_was_idle_for_longer_than_those_with_
     at.on_arrival(0.0, C, 90_000)
     at.programs.records[B] = None  # type: ignore[assignment]
     at.programs.records.move_to_end(B, last=False)
-    assert at.admission.longest_wait_s == HOLD_S + 2 * at.admission.slice_s(0.5)
+    assert at.admission.longest_wait_s == HOLD_S + 2 * slice_s(0.5, 1)
 
 
 def test_the_gauge_shows_no_wait_where_a_usual_program_starts_at_once() -> None:

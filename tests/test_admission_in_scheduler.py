@@ -15,11 +15,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
-from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.engine import REFRESH_S
+from continuum_lmcache.policy import continuum
+from continuum_lmcache.steps.prefill_share import PrefillShare
+from continuum_lmcache.steps.step_times import StepTimes
 from continuum_lmcache.types import ProgramId, Tier, TurnId
-from continuum_lmcache.vllm_plugin import scheduler
 from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
@@ -52,7 +52,7 @@ def test_the_room_in_a_tier_follows_its_size_which_shrinks_as_other_engines_come
     bench.advance(REFRESH_S)
     bench.step()
     assert engine.admission.capacity.tier_tokens == pytest.approx(whole_tokens / 4, abs=BLOCK)
-    assert engine.advisor.survival.capacity_tokens == bench.scheduler.connector.capacity_tokens()
+    assert engine.learned.survival.capacity_tokens == bench.scheduler.connector.capacity_tokens()
 
 
 def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) -> None:
@@ -233,7 +233,7 @@ def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> N
         bench.advance(30.0)
         bench.send("p", prompt(60, 1), program_turns=said, this_func_call="bash")
         bench.run_until_idle()
-        assert bench.engine.advisor.gaps.exact(()).n == gaps
+        assert bench.engine.learned.gaps.exact(()).n == gaps
         assert bench.engine.programs.records[ProgramId("p")].turns == turns
 
 
@@ -320,8 +320,8 @@ def test_the_kv_of_a_program_that_calls_what_ends_programs_goes_first(
     """As above, but no client says that a program ends."""
     bench = make(blocks=20, without=without, max_ttl_s=0)
     for _ in range(6):
-        bench.engine.advisor.gaps.observe(("bash",), 1.0)
-        bench.engine.advisor.gaps.add_lost(("submit",))
+        bench.engine.learned.gaps.observe(("bash",), 1.0)
+        bench.engine.learned.gaps.add_lost(("submit",))
     bench.turn("q", prompt(6 * BLOCK, 1), this_func_call="bash")
     bench.turn("p", prompt(10 * BLOCK, 2), this_func_call="submit")
     bench.turn("r", prompt(9 * BLOCK, 3), this_func_call="bash")
@@ -410,7 +410,7 @@ def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step takes 4 ms and 0.1 ms a token, and some eight turns decode beside each prompt of 700 tokens."""
-    monkeypatch.setattr(scheduler, "BUSY_SHARE", 0.0)
+    monkeypatch.setattr(continuum, "BUSY_SHARE", 0.0)
     bench = make(blocks=4000, budget_tokens=512)
     bench.scheduler.scheduler_config.long_prefill_token_threshold = 512
     bench.step_seconds = lambda output: 0.004 + 1e-4 * output.total_num_scheduled_tokens
@@ -427,8 +427,8 @@ def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(
 
 def test_while_prompts_take_little_time_and_no_turn_waits_for_memory_no_prompt_is_cut(make: Make) -> None:
     bench = make(blocks=400, budget_tokens=512)
-    bench.scheduler._chunks.times = measured_times()
-    bench.scheduler._chunks.record(4000, 10)
+    bench.scheduler._step_times = measured_times()
+    bench.scheduler._step_times.on_schedule(4000, 10)
     for number in range(8):
         bench.send(f"p{number}", prompt(4, number), out=400)
     for _ in range(40):
@@ -442,7 +442,7 @@ def test_while_prompts_take_little_time_and_no_turn_waits_for_memory_no_prompt_i
 
 def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen_chunk(make: Make) -> None:
     bench = make(blocks=200, budget_tokens=512)
-    bench.scheduler._chunks = PrefillChunkTuner(512, measured_times())
+    bench.scheduler._step_times = measured_times()
     bench.turn("old", prompt(16, 1))
     young = bench.send("young", prompt(16, 2), out=60)
     bench.step()
@@ -459,7 +459,7 @@ def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen
 def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make: Make, tokens: int) -> None:
     """The older one's prompt is half-way when the younger one's decode takes the last block."""
     bench = make(blocks=34, budget_tokens=128)
-    bench.scheduler._chunks = PrefillChunkTuner(128, measured_times())
+    bench.scheduler._step_times = measured_times()
     bench.turn("old", prompt(16, 1))
     young = bench.send("young", prompt(16, 2), out=400)
     for _ in range(tokens):

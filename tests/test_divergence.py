@@ -20,7 +20,7 @@ from continuum_lmcache.programs import table
 from continuum_lmcache.programs.divergence import LossCause, kept_hashes, losses_of, no_hashes, same_blocks
 from continuum_lmcache.programs.program import NOWHERE
 from continuum_lmcache.programs.table import ProgramTable
-from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
+from continuum_lmcache.types import FinishedTurn, Place, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 
 BLOCK = 16
@@ -111,7 +111,9 @@ def turn(programs: ProgramTable, name: str, blocks: Sequence[int]) -> None:
     """One turn of a program."""
     program = programs.add(0.0, ProgramId(name), "", 0.0, one_turn=False)
     programs.add_turn(0.0, TurnId(f"{name}'s turn"), program)
-    programs.finish_turn(0.0, program, FinishedTurn(program.id, 1, (), 0, 0, NOWHERE), blocks, 9.0, False)
+    programs.finish_turn(
+        0.0, program, FinishedTurn(program.id, 1, (), 0, 0, NOWHERE), blocks, Place(True, "", 9.0)
+    )
     programs.check()
 
 

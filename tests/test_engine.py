@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hypothesis import settings
@@ -12,12 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.engine import REFRESH_S, Engine, NewTurn, StepLoad, ToolCall, TurnEnd
+from continuum_lmcache.engine import REFRESH_S, Engine, NewTurn, Occupancy, ToolCall, TurnEnd
+from continuum_lmcache.policy.continuum import SLICE_TURNS, hold_s, slice_s
 from continuum_lmcache.programs.end_claims import MAX_ENDED
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.turns import Turn
-from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
+from continuum_lmcache.reload.rate_calibration import CalibratedCosts
+from continuum_lmcache.retention.learned import Learned
 from continuum_lmcache.telemetry import events as event_types
 from continuum_lmcache.types import NO_CALL, Pin, ProgramId, Residency, Retention, Tier, TurnId
 
@@ -48,7 +52,7 @@ class Rig:
     """An engine whose decisions are carried out on counts of references."""
 
     def __init__(self, blocks: int = 100, **config: Any) -> None:
-        self.engine = Engine(RetentionAdvisor(ContinuumConfig(**config)), blocks, BLOCK, BLOCK)
+        self.engine = Engine(ContinuumConfig(**config), Learned(), blocks, BLOCK, BLOCK)
         self.now_s = 100.0
         self.references: Counter[int] = Counter()  # of pins, by block
         self.started: list[ProgramId] = []
@@ -64,7 +68,7 @@ class Rig:
                     self.references.update(event.pin.block_ids)
                 case event_types.PinReleased():
                     self.references.subtract(event.block_ids)
-                case event_types.Start():
+                case event_types.ProgramAdmitted():
                     self.started.append(event.program)
         return events
 
@@ -103,7 +107,7 @@ class Rig:
         return self.do(self.engine.turn_ended(self.now_s, turn, whole, end))
 
     def tick(self, idle: bool = True) -> list[Any]:
-        step = StepLoad(not idle, not idle, 1.0, lambda: 50)
+        step = Occupancy(not idle, not idle, 1.0, lambda: 50)
         events = self.do(self.engine.tick(self.now_s, step))
         self.engine.check()
         return events
@@ -134,18 +138,42 @@ def test_a_turns_end_is_one_list_in_one_order() -> None:
 def test_after_a_call_from_which_few_return_the_turns_own_blocks_go_first() -> None:
     rig = Rig()
     for _ in range(20):
-        rig.engine.advisor.gaps.add_lost(NO_CALL)
+        rig.engine.learned.gaps.add_lost(NO_CALL)
     events = rig.turn("p", 64, range(4), this_tool=NO_CALL)
     assert kinds(events) == ["TurnFinished", "EvictFirst"] and events[0].retention.ttl_s == 0.0
 
 
+def test_who_waits_is_told_why_once_and_again_when_the_reason_changes() -> None:
+    """The first in line waits for room, the others behind it. Then the next one is the first."""
+    rig = Rig(policy="continuum", admission_max_hold_s=1e6)
+    running = rig.arrive("a", prompt(1000))
+    rig.tick()
+    for name in "bcd":
+        rig.arrive(name, prompt(1000, ord(name)))
+
+    def reasons(idle: bool = False) -> list[tuple[str, str, str, str | None]]:
+        found = [
+            e for e in rig.tick(idle) if isinstance(e, event_types.ProgramHeld | event_types.ProgramAdmitted)
+        ]
+        return [(type(e).__name__, e.program, e.start.reason, getattr(e, "behind", None)) for e in found]
+
+    held = [("ProgramHeld", "b", "no-room", None), *(("ProgramHeld", n, "behind", "b") for n in "cd")]
+    assert reasons() == held and reasons() == [], "once"
+    rig.run(running)
+    rig.end(running)
+    assert reasons(idle=True) == [
+        ("ProgramAdmitted", "b", "idle", None),
+        ("ProgramHeld", "c", "no-room", None),
+    ]
+
+
 def test_a_step_starts_programs_before_it_looks_at_pins() -> None:
     rig = Rig()
-    rig.engine.advisor.retain = lambda *_: Retention(1.0, "test", "test")  # type: ignore[method-assign]
+    rig.engine.policy = replace(rig.engine.policy, retain=lambda *_: Retention(1.0, "test"))
     rig.turn("p", 64, range(4))
     rig.arrive("q", prompt(64, 1))
     rig.now_s += 5
-    assert kinds(rig.tick()) == ["Start", "PinReleased"] and not +rig.references
+    assert kinds(rig.tick()) == ["ProgramAdmitted", "PinReleased"] and not +rig.references
 
 
 def test_a_program_is_overdue_after_its_call_and_active_again_once_it_is_back() -> None:
@@ -156,12 +184,12 @@ def test_a_program_is_overdue_after_its_call_and_active_again_once_it_is_back() 
     rig.now_s += 1000
     rig.tick()
     assert program.stage is Stage.OVERDUE and program.counts_as_ended
-    assert rig.engine.advisor.gaps.lost_share(("bash",)) > 0.0
+    assert rig.engine.learned.gaps.longer_share(("bash",), math.inf) > 0.0
     rig.arrive("p", prompt(80))
     assert program.stage is Stage.IN_LINE
     rig.tick()
     assert program.stage is Stage.ACTIVE and not program.counts_as_ended
-    assert rig.engine.advisor.gaps.lost_share(("bash",)) == 0.0
+    assert rig.engine.learned.gaps.longer_share(("bash",), math.inf) == 0.0
 
 
 def test_no_table_but_the_programs_own_holds_a_fact_of_a_program() -> None:
@@ -200,7 +228,7 @@ def test_a_slice_repays_computing_again_where_the_tier_cannot_hold_all_programs(
     """An LRU has nothing left of who waits in line while the others fill it."""
     rig = Rig()
     rig.engine.refresh(rig.now_s, 100 * BLOCK, {Tier.DRAM: 5000})
-    costs = rig.engine.advisor.rates.costs
+    costs = rig.engine.learned.rates.costs
     from_dram = Residency(0, 1600, 0, 1601)
     for others, expected_s in ((0, costs.reload_s(from_dram)), (3, costs.prefill_s(1601))):
         for n in range(others):
@@ -225,8 +253,9 @@ class Machine(RuleBasedStateMachine):
         limits = {"max_pinned_share": 0.2, "max_tenant_share": 0.6, "max_ttl_s": MAX_TTL_S}
         self.rig = Rig(100, program_idle_s=100, admission_max_hold_s=MAX_WAIT_S, **limits)
         self.rig.engine.programs.max_programs = 6
-        self.rig.engine.advisor.retain = lambda *_: self.keep  # type: ignore[method-assign]
-        self.keep = Retention(0.0, "test", "test")
+        engine = self.rig.engine
+        engine.policy = replace(engine.policy, retain=lambda *_: self.retention)
+        self.retention = Retention(0.0, "test")
         self.live: dict[TurnId, Turn] = {}
         self.next_block = 1000
 
@@ -275,7 +304,9 @@ class Machine(RuleBasedStateMachine):
         turn = self.live.pop(TurnId(data.draw(st.sampled_from(sorted(self.live)))))
         if has_run and turn.started_s is None and not turn.in_line:
             self.rig.run(turn)
-        self.keep = Retention(ttl_s, "test", "test", reload_s=10 * ttl_s)
+        self.retention = Retention(ttl_s, "test", asks_again=True)
+        costs = replace(UNMEASURED, prefill=PrefillCurve(10 * ttl_s, 0.0, 0.0, 9))
+        self.rig.engine.learned.rates = CalibratedCosts(costs)
         own = range(self.next_block, self.next_block + max(0, blocks - shared))
         self.next_block = own.stop
         self.rig.end(
@@ -283,15 +314,19 @@ class Machine(RuleBasedStateMachine):
         )
         engine, program, now_s = self.rig.engine, turn.program, self.rig.now_s
         oldest_s = min(engine.turns.waiting_since_s, default=now_s)
-        if program.stage is Stage.AWAY and now_s - oldest_s >= engine.admission.hold_s:
-            slice_s = engine.admission.slice_s(self.keep.reload_s)
-            assert now_s - program.since_s < slice_s, "it kept its place beyond its slice, though others wait"
+        longest_s = slice_s(program.reload_s, engine.programs.started)
+        had_turns = program.turns - program.turns_before_place >= SLICE_TURNS
+        is_over = had_turns and now_s - program.placed_s >= longest_s
+        held_s = hold_s(engine.config.admission_max_hold_s, engine.programs.growth.eta)
+        assert not (program.stage is Stage.AWAY and is_over and now_s - oldest_s >= held_s), (
+            "it kept its place"
+        )
 
     @rule(idle=st.booleans())
     def a_step_passes(self, idle: bool) -> None:
         engine = self.rig.engine
         waited = engine.admission.is_waited_for
-        started = [event for event in self.rig.tick(idle) if isinstance(event, event_types.Start)]
+        started = [event for event in self.rig.tick(idle) if isinstance(event, event_types.ProgramAdmitted)]
         assert started or not (idle and waited), "an idle GPU always gets somebody who waits"
         assert all(self.ends_s(p) > self.rig.now_s for p in engine.pins.pinned.values()), (
             "a due pin was missed"

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.programs.context_growth import WINDOW, ContextGrowth
-from continuum_lmcache.retention.advisor import QUEUE_WINDOW, RetentionAdvisor
+from continuum_lmcache.retention.learned import QUEUE_WINDOW, Learned
 
 
 def after(*turn_counts):
@@ -23,14 +22,14 @@ def by_numpy(turn_counts):
 
 
 def test_t_is_the_mean_of_the_latest_delays_and_0_before_the_first():
-    advisor = RetentionAdvisor(ContinuumConfig())
-    assert advisor.queue_delay_s == 0.0
+    learned = Learned()
+    assert learned.queue_delay_s == 0.0
     for delay_s in (2.0, 4.0):
-        advisor.observe_queue_delay(delay_s)
-    assert advisor.queue_delay_s == 3.0
+        learned.observe_queue_delay(delay_s)
+    assert learned.queue_delay_s == 3.0
     for _ in range(QUEUE_WINDOW):
-        advisor.observe_queue_delay(1.0)
-    assert advisor.queue_delay_s == 1.0
+        learned.observe_queue_delay(1.0)
+    assert learned.queue_delay_s == 1.0
 
 
 def test_eta_is_1_until_two_different_lengths_were_seen():

@@ -20,9 +20,11 @@ from vllm.v1.request import RequestStatus
 
 from connectors.request_params import drop_invalid
 from continuum_lmcache import engine
+from continuum_lmcache.policy.continuum import evicts_first, returns_late
+from continuum_lmcache.policy.interface import End, EngineState
 from continuum_lmcache.programs.identity import FIELDS, OWNER_FIELD, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
-from continuum_lmcache.types import MOST_TENANTS, ProgramId
+from continuum_lmcache.types import MOST_TENANTS, ProgramId, Residency
 from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.sim.engine import simulate
@@ -124,7 +126,7 @@ def test_a_keys_programs_are_one_tenants_under_whatever_salt_and_those_of_two_ke
 def test_nobody_drops_what_was_learned_of_another_tenants_tools(make: Any, flood: str) -> None:
     """300 gaps of 3 s. Then another's salts, or keys, more than any table of tenants has."""
     bench = make(40, policy="continuum")
-    gaps = bench.engine.advisor.gaps
+    gaps = bench.engine.learned.gaps
     for _ in range(300):
         gaps.observe(("pytest",), 3.0, "victim")
     for i in range(150):
@@ -178,34 +180,40 @@ def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_els
     engine = bench.engine
     assert list(engine.pins.pinned) == [ProgramId("victim")] == list(engine.programs.records)
     assert engine.end_claims[""].ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
-    assert not engine.end_claims.is_trusted(""), "its word is not taken any more, nor is its KV dropped"
+    counts = engine.end_claims.counts("")
+    assert not evicts_first(End(True, *counts, 0.0)).is_first, (
+        "its word is not taken any more, nor is its KV dropped"
+    )
 
 
 def test_one_tenants_lies_about_ends_cost_no_other_its_trust(bench: Bench) -> None:
     for turn in range(20):
         bench.turn("liar", prompt(40 + turn, 1), salt=f"{turn}", is_last_step=True, **{OWNER_FIELD: "liar"})
         bench.turn("liar", prompt(41 + turn, 1), salt=f"{turn}", is_last_step=True, **{OWNER_FIELD: "liar"})
-    assert bench.engine.end_claims.is_trusted("victim")
-    assert not bench.engine.end_claims.is_trusted("liar")
+    victim, liar = (End(True, *bench.engine.end_claims.counts(name), 0.0) for name in ("victim", "liar"))
+    assert evicts_first(victim).is_first and not evicts_first(liar).is_first
 
 
 @pytest.mark.parametrize("tenant", ["victim", ""])
 def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(make: Any, tenant: str) -> None:
-    advisor = make(policy="continuum").engine.advisor
+    engine = make(policy="continuum").engine
+    gaps = engine.learned.gaps
     for number in range(150):
-        advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
-    before_s = advisor.outlook(("pytest",), tenant).expected_s
+        gaps.observe(("pytest",), 2.0 + number % 3, tenant)
+
+    def state() -> EngineState:
+        return engine.state_of(("pytest",), tenant, Residency(0, 0, 0, 100), 0)
+
+    before_s = state().expected_s
     for _ in range(400):
-        advisor.gaps.add_lost(("pytest",), "liar")
-        advisor.gaps.observe(("pytest",), 1e5, "liar")
-    assert advisor.outlook(("pytest",), tenant).expected_s == before_s
-    assert (
-        not advisor.outlook(("pytest",), tenant).keeps_no_memory
-        and not advisor.outlook(("pytest",), tenant).is_usually_last
-    )
-    assert advisor.gaps.of(tenant).distribution(("pytest",)).mean_s < 4
-    assert advisor.gaps.of("liar").lost_share(("pytest",)) == pytest.approx(0.5, abs=0.01)
-    assert advisor.gaps.of("new").lost_share(("pytest",)) == 0.0, "others tell nothing against a new one"
+        gaps.add_lost(("pytest",), "liar")
+        gaps.observe(("pytest",), 1e5, "liar")
+    assert state().expected_s == before_s
+    assert not returns_late(("pytest",), state())
+    assert not evicts_first(End(False, 0, 0, state().lost_share)).is_first
+    assert gaps.of(tenant).distribution(("pytest",)).mean_s < 4
+    assert gaps.of("liar").longer_share(("pytest",), math.inf) == pytest.approx(0.5, abs=0.01)
+    assert gaps.of("new").longer_share(("pytest",), math.inf) == 0.0, "others tell nothing against a new one"
 
 
 def agent(name: str, arrival_s: float, source: str) -> Program:

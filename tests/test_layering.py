@@ -1,6 +1,7 @@
 """The import rules, checked by tests.
 
-types, config, errors <- tools, reload <- programs <- admission, telemetry <- retention <- capacity, engine
+types, config, errors <- tools, reload, steps <- policy, programs <- admission, telemetry, retention
+    <- capacity, engine
 experiments -> connectors -> core <- vllm_plugin, console, report, recordings
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -19,11 +21,13 @@ BASE = {"types", "config", "errors", "bounded_dict"}
 CORE = {  # a package of the core -> the others that it may import, beside BASE
     "tools": set(),
     "reload": set(),
+    "steps": set(),
+    "policy": {"tools", "reload", "steps"},
     "programs": {"tools"},
-    "admission": {"programs"},
+    "admission": {"programs", "policy"},
     "telemetry": {"programs"},
-    "retention": {"tools", "programs", "reload", "admission", "telemetry"},
-    "capacity": {"tools", "reload", "retention", "telemetry"},
+    "retention": {"tools", "programs", "reload"},
+    "capacity": {"tools", "reload", "policy", "telemetry"},
     "fleet": {"tools", "reload", "admission", "retention"},
 }
 CORE_FILES = sorted(
@@ -192,7 +196,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
 
 
 OF_VLLM = {"self._manager", "self._scheduler", "self.output_processor", "self.vllm_config"}
-VALUES = {"costs", "features"}  # frozen: no owner's
+VALUES = {"costs", "policy"}  # frozen: no owner's
 OF_CONTAINERS = {"add", "clear", "discard", "get", "items", "values"}
 
 
@@ -210,3 +214,32 @@ def test_the_plugin_asks_nobody_for_what_another_one_owns() -> None:
         and node.attr not in OF_CONTAINERS
     ]
     assert not found
+
+
+def by_process() -> dict[str, set[Path]]:
+    """The product's files that ARCHITECTURE.md says run in a process, by its first word. A name stands in the
+    folder that was named last."""
+    rows, folder = {}, ROOT
+    for row in re.findall(r"^\| (.*?) \| (.*) \|$", (ROOT / "ARCHITECTURE.md").read_text(), re.M)[1:7]:
+        rows[row[0].split()[0]] = found = set[Path]()
+        for name in re.findall(r"`([\w./]+)`", row[1]):
+            folders = (ROOT, PACKAGE, folder, folder.parent)
+            path = next((each / name for each in folders if (each / name).exists()), None)
+            assert path is not None, f"{name} of {row[0]} is nowhere"
+            found |= {*path.rglob("*.py")} if path.is_dir() else {path}
+            folder = path if path.is_dir() else folder
+    return rows
+
+
+def test_the_architecture_says_in_which_process_each_part_runs() -> None:
+    """Each file has a process. Nothing that runs beside the scheduler imports its engine."""
+    rows = by_process()
+    assert list(rows) == ["vLLM's", "API", "workers,", "LMCache's", "the", "Ray"]
+    named = set().union(*rows.values())
+    left_out = {path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"} - named
+    assert {path.name for path in left_out} <= {f"{name}.py" for name in (*BASE, "connector_names")}
+    hooks = {path for path in (PACKAGE / "vllm_plugin" / "hooks").glob("*.py") if path in rows["API"]}
+    assert {"request_fields.py", "http_fields.py", "api_keys.py"} <= {path.name for path in hooks}
+    for process in ("API", "workers,", "LMCache's", "the"):
+        for path in rows[process]:
+            assert "continuum_lmcache.engine" not in imported(path), f"{path} runs beside no scheduler"

@@ -132,7 +132,7 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
 
 
 def test_a_tier_that_holds_what_is_not_loaded_has_not_lost_it(tmp_path: Path) -> None:
-    survival = engine_after(engine(DISK_ONLY, a_profile(tmp_path))).advisor.survival
+    survival = engine_after(engine(DISK_ONLY, a_profile(tmp_path))).learned.survival
     assert survival.chances() == {Tier.SSD: 1.0}
 
 

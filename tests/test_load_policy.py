@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuum_lmcache.policy.continuum import to_load
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.load_policy import (
-    Contention,
+    LoadChoice,
     LoadPolicy,
     LoadReason,
-    choose_load,
+    LoadState,
     residency_of_offer,
 )
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
@@ -53,13 +54,23 @@ def test_each_tier_is_loaded_as_long_as_it_beats_computing(costs, decision, toke
     assert (found.decision, found.tokens) == (decision, tokens)
 
 
+def choose_load(costs: CostModel, where: Residency, others: int = 0, kv_tokens: int = 1) -> LoadChoice:
+    """Without trials."""
+    return to_load(where, LoadState(costs, others, kv_tokens, 0.0))
+
+
+def asking(costs: CostModel | CalibratedCosts, others=lambda: (0, 1)) -> LoadPolicy:
+    rates = costs if isinstance(costs, CalibratedCosts) else CalibratedCosts(costs)
+    return LoadPolicy(rates, to_load, others)
+
+
 ROOMY = 10**9  # tokens: no context takes a share worth speaking of
 
 
 def test_a_slow_load_is_taken_when_others_would_wait_for_the_prefill():
     """This disk and the copy take 10.1 s, computing 1 s: for this turn, and for each other one."""
     costs = at(gbps_of_ssd=100.0)
-    decisions = [choose_load(costs, ON_DISK, Contention(n, ROOMY)).decision for n in (0, 9, 10)]
+    decisions = [choose_load(costs, ON_DISK, n, ROOMY).decision for n in (0, 9, 10)]
     assert decisions == [LoadReason.RECOMPUTE, LoadReason.RECOMPUTE, LoadReason.LOAD]
 
 
@@ -69,14 +80,14 @@ def test_a_load_that_holds_the_memory_that_others_wait_for_is_not():
     So each gains 0.09 s by the load, and 102 of them what this turn loses by it.
     """
     costs = at(gbps_of_ssd=100.0)
-    decisions = [choose_load(costs, ON_DISK, Contention(n, 10_000)).decision for n in (10, 101, 102)]
+    decisions = [choose_load(costs, ON_DISK, n, 10_000).decision for n in (10, 101, 102)]
     assert decisions == [LoadReason.RECOMPUTE, LoadReason.RECOMPUTE, LoadReason.LOAD]
-    assert choose_load(costs, ON_DISK, Contention(1000, 9_000)).decision is LoadReason.RECOMPUTE
+    assert choose_load(costs, ON_DISK, 1000, 9_000).decision is LoadReason.RECOMPUTE
 
 
 def test_a_disk_that_is_too_slow_even_so_leaves_the_dram_stretch_to_be_loaded():
     """Of BOTH: 0.04 s from DRAM, 0.5 s to compute the rest, or 0.2 s after 30.03 s of this disk."""
-    found = choose_load(at(gbps_of_ssd=10.0), BOTH, Contention(20, ROOMY))
+    found = choose_load(at(gbps_of_ssd=10.0), BOTH, 20, ROOMY)
     assert (found.decision, found.tokens) == (LoadReason.PARTIAL, 400)
     assert found.chosen_s == pytest.approx(0.04 + 21 * 0.5, rel=1e-4)
     assert found.excess_s == pytest.approx(0.07 + 30.0 + 21 * 0.2 - found.chosen_s, rel=1e-4)
@@ -85,13 +96,13 @@ def test_a_disk_that_is_too_slow_even_so_leaves_the_dram_stretch_to_be_loaded():
 @given(st.integers(0, 50), st.floats(1.0, 1e5), st.floats(1.0, 1e5))
 def test_with_memory_to_spare_the_more_turns_wait_the_more_is_loaded(turns, ssd, dram):
     costs = at(ssd, dram)
-    few, more = (choose_load(costs, BOTH, Contention(n, ROOMY)).tokens for n in (turns, turns + 1))
+    few, more = (choose_load(costs, BOTH, n, ROOMY).tokens for n in (turns, turns + 1))
     assert few <= more
 
 
-def test_contention_is_read_again_for_each_load_decision():
-    there = iter([Contention(0, ROOMY), Contention(20, ROOMY)])
-    policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)), lambda: next(there))
+def test_the_other_turns_are_counted_again_for_each_load_decision():
+    there = iter([(0, ROOMY), (20, ROOMY)])
+    policy = asking(at(gbps_of_ssd=100.0), lambda: next(there))
     assert [policy.tokens_to_load(TURN, ON_DISK), policy.tokens_to_load(TURN, ON_DISK)] == [0, 1000]
 
 
@@ -127,7 +138,7 @@ def test_what_the_store_has_not_heard_of_yet_came_in_just_now():
 
 
 def test_only_what_was_placed_is_counted_and_each_turn_once():
-    policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)))
+    policy = asking(at(gbps_of_ssd=100.0))
     for _ in range(5):
         assert policy.tokens_to_load(TURN, ON_DISK) == 0  # asked at every step while it waits
     policy.tokens_to_load(TurnId("aborted"), ON_DISK)
@@ -149,7 +160,7 @@ def declined(policy: LoadPolicy, turns: int) -> float:
 
 
 def test_trials_of_a_slow_tier_cost_two_percent_of_what_is_computed_and_no_more():
-    policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)))
+    policy = asking(at(gbps_of_ssd=100.0))
     lost_s = declined(policy, 2000)
     assert 0 < lost_s <= 0.02 * 2000
     assert policy.counts["trial"] == round(lost_s / 9.1)
@@ -157,7 +168,7 @@ def test_trials_of_a_slow_tier_cost_two_percent_of_what_is_computed_and_no_more(
 
 def test_a_tier_that_is_fast_again_is_found_out():
     rates = CalibratedCosts(at(gbps_of_ssd=100.0))
-    policy = LoadPolicy(rates)
+    policy = asking(rates)
     for _ in range(4000):
         if policy.tokens_to_load(TURN, ON_DISK):
             rates.observe(KVTransfer(Tier.SSD, 1000, 1000, 0.3))

@@ -25,9 +25,9 @@ def bench(model: Path, settings: Any) -> Bench:
     """One that knows its tool, of three seconds, and has room."""
     settings(policy="continuum")
     bench = Bench(ContinuumScheduler, model, 400)
-    bench.engine.advisor.rates = CalibratedCosts(COSTS)
+    bench.engine.learned.rates = CalibratedCosts(COSTS)
     for _ in range(120):
-        bench.engine.advisor.gaps.observe(("bash",), 3.0)
+        bench.engine.learned.gaps.observe(("bash",), 3.0)
     return bench
 
 

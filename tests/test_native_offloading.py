@@ -44,7 +44,7 @@ def test_a_turn_loads_what_the_cpu_holds_and_the_scheduler_counts_and_times_it(m
     residency, held_tokens = bench.parts.residency, len(first) // CHUNK * CHUNK
     assert residency.mode == "native" and residency.store.capacity_tokens()
     assert residency.prompt_tokens["dram"] == held_tokens > len(tokens), "outputs are stored too"
-    assert bench.engine.advisor.rates.samples["dram"] == bench.lmcache.loads == 1
+    assert bench.engine.learned.rates.samples["dram"] == bench.lmcache.loads == 1
     assert bench.scheduler.connector.capacity_tokens() == {Tier.DRAM: CHUNKS * CHUNK}
     assert bench.compared > 0
 

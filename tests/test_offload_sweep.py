@@ -10,7 +10,8 @@ import pytest
 from serving import FORKING
 
 from continuum_lmcache.errors import ConfigError, InvariantError
-from continuum_lmcache.retention.policies import POLICIES, Policy
+from continuum_lmcache.policy.interface import Policy
+from continuum_lmcache.policy.named import POLICIES
 from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import Engine, Wanted, cases_of, main, plans_named, wanted
 from experiments.policies import no_retention
@@ -149,8 +150,8 @@ def test_a_simulated_row_is_made_anew_when_its_machine_changes() -> None:
 
 
 OWN = """
-from experiments.policies import PUBLISHED, Policy, no_retention, pinned_first
-never = Policy(no_retention, pinned_first, PUBLISHED)
+from experiments.policies import Policy, no_retention, pinned_first
+never = Policy(no_retention, pinned_first)
 """
 
 

@@ -24,5 +24,5 @@ def test_the_timed_turns_teach_the_tool_that_they_call(contender: str, tool: tup
         timed = OneProgram(contender, 2000, *place)
         for _ in range(4):
             timed.turn()
-        gaps = timed.scheduler._engine.advisor.gaps.exact(tool)
+        gaps = timed.scheduler._engine.learned.gaps.exact(tool)
     assert gaps.samples_s == pytest.approx([0.5] * 3, rel=0.1)

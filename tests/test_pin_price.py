@@ -10,14 +10,14 @@ import pytest
 from bench import BLOCK, Bench, prompt
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
+from test_policies import A_SECOND_A_TOKEN, SHORT, decide, learned, turn
 from test_policy_properties import SLACK, distributions
 
-from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.policy.continuum import IDLE_PRICE
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_renewal import DECISIONS_A_STEP
-from continuum_lmcache.types import ProgramId, Tier, TurnId
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import ProgramId, TurnId
 
 SOMEBODY = TurnId("somebody")
 
@@ -33,20 +33,20 @@ def test_what_is_left_of_a_gap_is_the_conditional_distribution(seen, elapsed_s, 
 
 @given(st.floats(0.0, 100.0), st.floats(0.0, 100.0))
 def test_a_gap_of_which_nothing_is_known_has_no_memory(elapsed_s, more_s):
-    cold = RetentionAdvisor(ContinuumConfig()).gaps.distribution(("bash",))
+    cold = ToolDurations().distribution(("bash",))
     assert cold.after(elapsed_s).probability(more_s) == cold.probability(more_s)
 
 
 def test_the_cost_of_a_pin_is_part_of_the_decision():
-    load = replace(IDLE, price=0.5)
-    assert decide("continuum", turn(16), learned(), load).cost_s == 2.0
+    idle = replace(SHORT, is_memory_short=False)
+    assert decide("continuum", turn(16), learned(), SHORT).cost_s == 4.0
+    assert decide("continuum", turn(16), learned(), idle).cost_s == pytest.approx(IDLE_PRICE * 30.0)
 
 
-def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) -> float:
+def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, policy: str = "continuum") -> float:
     """The TTL after gaps of 1, 4 or 30 s of the tool; a token takes 1 s to compute, 0.1 s from DRAM."""
-    made = RetentionAdvisor(ContinuumConfig(**values), A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
-    load = replace(IDLE, is_memory_short=short)
-    return made.retain(turn(tokens, dram_tokens=dram_tokens), load).ttl_s
+    state = replace(SHORT, is_memory_short=short)
+    return float(decide(policy, turn(tokens, dram_tokens=dram_tokens), learned(), state).ttl_s)
 
 
 def test_while_nobody_waits_for_memory_a_pin_waits_for_the_slowest_return():
@@ -66,7 +66,7 @@ def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
 def bench(make: Any, tmp_path: Path) -> Bench:
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
     made: Bench = make(policy="continuum", admission=False, run_output_dir=tmp_path)
-    made.engine.advisor.rates, made.engine.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    made.engine.learned.rates, made.engine.learned.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     made.turn("p", prompt(BLOCK))
     made.advance(10.0)
     return made
@@ -96,9 +96,9 @@ def test_a_pin_that_outlasts_every_gap_ends_on_an_idle_engine(bench: Bench) -> N
 
 
 def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> None:
-    bench.engine.advisor.gaps.observe(("other",), 1000.0)
+    bench.engine.learned.gaps.observe(("other",), 1000.0)
     for _ in range(200):
-        bench.engine.advisor.gaps.observe(("bash",), 250.0)
+        bench.engine.learned.gaps.observe(("bash",), 250.0)
     for _ in range(40):
         bench.advance(10.0)
         assert not pinned(bench) or bench.now_s - 1000.1 <= bench.engine.config.max_ttl_s
@@ -112,7 +112,7 @@ def test_while_nothing_is_learned_a_turn_that_waits_gets_the_memory_of_a_program
     """Exp(1) has no memory: by it alone a return is as likely as at first, and an ended program's pin was set
     again until its ceiling of 300 s. A program is expected for 20 s."""
     bench: Bench = make(policy="continuum", admission=False)
-    bench.engine.advisor.rates = CalibratedCosts(A_SECOND_A_TOKEN)
+    bench.engine.learned.rates = CalibratedCosts(A_SECOND_A_TOKEN)
     bench.turn("p", prompt(BLOCK))
     bench.advance(away_s)
     assert pinned(bench), "nobody waits"
@@ -124,22 +124,20 @@ def test_while_nothing_is_learned_a_turn_that_waits_gets_the_memory_of_a_program
 
 @pytest.mark.parametrize(("ttl_s", "next_look_s"), [(0.01, 1.0), (5.0, 5.0)])
 def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, ttl_s: float, next_look_s: float
+    bench: Bench, ttl_s: float, next_look_s: float
 ) -> None:
     [pin] = bench.engine.pins.pinned.values()
     moment = replace(pin.retention, ttl_s=ttl_s)
-    monkeypatch.setattr(bench.engine.advisor, "retain", lambda *_: moment)
+    bench.engine.policy = replace(bench.engine.policy, retain=lambda *_: moment)
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
     assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)
 
 
-def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(bench: Bench) -> None:
     [pin] = bench.engine.pins.pinned.values()
     moment = replace(pin.retention, ttl_s=0.01)
-    monkeypatch.setattr(bench.engine.advisor, "retain", lambda *_: moment)
+    bench.engine.policy = replace(bench.engine.policy, retain=lambda *_: moment)
     bench.engine.turns.refused_memory.add(SOMEBODY)
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
@@ -147,18 +145,16 @@ def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
 
 
 @pytest.mark.parametrize("due", [False, True])
-def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
-    make: Any, monkeypatch: pytest.MonkeyPatch, due: bool
-) -> None:
+def test_a_step_looks_at_few_pins_again_and_all_get_their_look(make: Any, due: bool) -> None:
     bench = make(100, policy="continuum", admission=False)
-    advisor = bench.engine.advisor
-    advisor.rates, advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    engine = bench.engine
+    engine.learned.rates, engine.learned.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     for i in range(50):
         bench.turn(f"p{i}", prompt(BLOCK, i))
     bench.step()
     seen: list[int] = []
-    retain = advisor.retain
-    monkeypatch.setattr(advisor, "retain", lambda *a: seen.append(a[0].program) or retain(*a))
+    retain = engine.policy.retain
+    engine.policy = replace(engine.policy, retain=lambda *a: seen.append(a[0].program) or retain(*a))
     if due:
         bench.now_s = max(pin.deadline_s for pin in bench.engine.pins.pinned.values())
     else:
@@ -184,11 +180,11 @@ def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
 
 def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: Bench) -> None:
     turns = bench.engine.turns
-    assert not bench.engine.load(9).is_memory_short
+    assert not bench.engine.is_memory_short
     turns.refused_memory.add(SOMEBODY)
-    assert bench.engine.load(9).is_memory_short
+    assert bench.engine.is_memory_short
     turns.drop(SOMEBODY)
-    assert not bench.engine.load(9).is_memory_short
+    assert not bench.engine.is_memory_short
 
 
 def test_memory_is_short_while_a_program_waits_to_start(make: Any) -> None:
@@ -197,15 +193,15 @@ def test_memory_is_short_while_a_program_waits_to_start(make: Any) -> None:
         bench.send(f"p{i}", prompt(100, i), out=4)
     bench.step()
     assert bench.engine.admission.is_waited_for and not bench.engine.turns.refused_memory
-    assert bench.engine.load(9).is_memory_short
+    assert bench.engine.is_memory_short
     bench.run_until_idle(5000)
-    assert not bench.engine.load(9).is_memory_short
+    assert not bench.engine.is_memory_short
 
 
 def test_a_program_that_starts_at_once_takes_no_pin(make: Any) -> None:
     """After 10 s of its tool a pin is not worth the other 20 at the full price."""
     bench = make(200, policy="continuum")
-    bench.engine.advisor.rates, bench.engine.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    bench.engine.learned.rates, bench.engine.learned.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     bench.turn("p", prompt(BLOCK))
     bench.send("runs", prompt(BLOCK, 1), out=60)
     for _ in range(5):

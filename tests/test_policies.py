@@ -5,14 +5,15 @@ import re
 from dataclasses import replace
 
 import pytest
+from admission_rig import a_state
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.policy.interface import FirstInLine, Line, Policy, Room
+from continuum_lmcache.policy.named import POLICIES, policy_named
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
-from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.retention.policies import POLICIES, Policy, policy_named
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, QueueEntry, Residency
+from continuum_lmcache.types import FinishedTurn, Place, ProgramId, QueueEntry, Residency
 from experiments.policies import known, setting
 
 MAKE = ("make all", "make", "bash")
@@ -23,7 +24,7 @@ A_SECOND_A_TOKEN = CostModel(
     kv_bytes_per_token=1,
     chunk_tokens=1,
 )
-IDLE = EngineLoad(total_blocks=100, free_blocks=60, pinned_blocks=10)
+SHORT = a_state(is_memory_short=True)  # so a second of pin costs one
 
 
 def turn(reload_s, tool=MAKE, **residency):
@@ -40,10 +41,11 @@ def learned(tool=MAKE):
     return gaps
 
 
-def decide(policy, turn, gaps=None, load=IDLE, costs=A_SECOND_A_TOKEN, **settings):
-    config = ContinuumConfig(policy=policy, **settings)
-    load = replace(load, reload_s=costs.reload_s(turn.residency))
-    return policy_named(setting(policy)).retain(turn, gaps or ToolDurations(), costs, load, config)
+def decide(policy, turn, gaps=None, state=SHORT, costs=A_SECOND_A_TOKEN, **settings):
+    config, gaps = ContinuumConfig(policy=policy, **settings), gaps or ToolDurations()
+    lost_share, reload_s = gaps.longer_share(turn.tool, math.inf), costs.reload_s(turn.residency)
+    state = replace(state, config=config, costs=costs, gaps=gaps, lost_share=lost_share, reload_s=reload_s)
+    return policy_named(setting(policy)).retain(turn, state)
 
 
 def standing(**changes):
@@ -53,7 +55,7 @@ def standing(**changes):
         priority=0,
         program_arrival_s=100.0,
         turn_arrival_s=200.0,
-        program_since_s=100.0,
+        program_order_s=100.0,
         attained_tokens=0,
     )
     return replace(base, **changes)
@@ -71,14 +73,12 @@ def test_continuum_solves_equation_2_as_by_hand(reload_s, ttl_s, probability):
     tau 30 gains 7 - 30 < 0. So tau* = 1.
     Reload 13 s, benefit 14: 14 * 60/110 - 1 = 6.64, 14 * 90/110 - 4 = 7.45, 14 - 30 < 0. tau* = 4.
     """
-    load = replace(IDLE, queue_delay_s=2.0, eta=0.5)
-    keep = decide("continuum", turn(reload_s), learned(), load)
+    state = replace(SHORT, queue_delay_s=2.0, eta=0.5)
+    keep = decide("continuum", turn(reload_s), learned(), state)
     assert keep.ttl_s == ttl_s
     assert keep.probability == pytest.approx(probability)
     assert keep.benefit_s == pytest.approx(1.0 + reload_s)
-    assert (keep.policy, keep.reason, keep.cost_s, keep.samples, keep.level) == (
-        ("continuum", "cdf", ttl_s, 110, "tool:3")
-    )
+    assert (keep.reason, keep.cost_s, keep.samples, keep.level) == ("cdf", ttl_s, 110, "tool:3")
 
 
 def test_continuum_pins_shorter_where_a_tier_reloads_cheaply():
@@ -104,8 +104,8 @@ def test_of_two_ttls_that_pay_the_same_the_shorter_one_is_taken():
 @pytest.mark.parametrize(("benefit_s", "ttl_s"), [(0, 0.0), (1, 0.0), (2, math.log(2)), (8, math.log(8))])
 def test_while_cold_continuum_pins_for_the_log_of_the_benefit(benefit_s, ttl_s):
     """(1 - exp(-tau)) * b - tau is steepest at 0 with b - 1 and flat at ln b. eta counts as 1."""
-    half = replace(IDLE, queue_delay_s=benefit_s / 2, eta=-1.0)
-    keep = decide("continuum", turn(benefit_s / 2), load=half)
+    half = replace(SHORT, queue_delay_s=benefit_s / 2, eta=-1.0)
+    keep = decide("continuum", turn(benefit_s / 2), state=half)
     assert keep.ttl_s == pytest.approx(ttl_s)
     assert keep.probability == pytest.approx(1 - math.exp(-ttl_s))
     assert (keep.reason, keep.level, keep.samples) == ("cold-start", "cold", 0)
@@ -114,7 +114,7 @@ def test_while_cold_continuum_pins_for_the_log_of_the_benefit(benefit_s, ttl_s):
 @pytest.mark.parametrize("policy", ["fcfs", "program-fcfs", "plas"])
 def test_policies_without_pins_never_pin(policy):
     keep = decide(policy, turn(1000), learned())
-    assert (keep.ttl_s, keep.policy, keep.reason) == (0.0, policy, "never")
+    assert (keep.ttl_s, keep.reason) == (0.0, "never")
 
 
 def test_mean_threshold_pins_two_seconds_for_a_command_that_takes_two_on_average():
@@ -159,11 +159,11 @@ def test_fcfs_orders_by_the_turns_arrival_and_nothing_else():
 
 def test_continuum_orders_by_priority_then_preemption_then_pin_then_place():
     rising = [
-        standing(priority=-1, program_since_s=9.0),
-        standing(preempted=True, program_since_s=8.0),
-        standing(pinned=True, program_since_s=7.0),
-        standing(program_since_s=5.0),
-        standing(program_since_s=6.0),
+        standing(priority=-1, program_order_s=9.0),
+        standing(preempted=True, program_order_s=8.0),
+        standing(pinned=True, program_order_s=7.0),
+        standing(program_order_s=5.0),
+        standing(program_order_s=6.0),
     ]
     falling = list(reversed(rising))
     assert sorted(falling, key=POLICIES["continuum"].order) == rising
@@ -190,7 +190,6 @@ def test_every_policy_answers_whatever_it_is_asked(name):
                 keep = decide(name, turn(reload_s, tool), gaps)
                 assert 0.0 <= keep.ttl_s < math.inf
                 assert 0.0 <= keep.probability <= 1.0
-                assert keep.policy == name
                 assert keep.reason
 
 
@@ -204,7 +203,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
 def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
     (tmp_path / "own_policies.py").write_text(
         "from experiments.policies import Policy, pinned_first, plas\nwords = 'none'\n"
-        "four, two = Policy(lambda a, b, c, d: None, max), Policy(plas.retain, lambda a, b: (0.0,))\n"
+        "four, two = Policy(lambda a: None, max), Policy(plas.retain, lambda a, b: (0.0,))\n"
         "none = Policy(plas.retain, None)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -215,7 +214,7 @@ def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
         ("own_policies:", "a module; it must be a Policy"),
         ("own policies:plas", "invalid format"),
         ("own_policies:words", "a str; it must be a Policy"),
-        ("own_policies:four", r"too many positional .*retain must take \(turn, gaps, costs, load, config\)"),
+        ("own_policies:four", r"too many positional .*retain must take \(turn, state\)"),
         ("own_policies:two", r"missing a required argument: 'b'; its order must take \(entry\)"),
         ("own_policies:none", r"None is not a callable object; its order must take \(entry\)"),
     ):
@@ -223,19 +222,48 @@ def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
             policy_named(name)
 
 
+WRONG = {
+    "retain": ("turn, state", ["2.5", "None", *(f"kept({ttl})" for ttl in ("nan", "inf", "-1.0", "None"))]),
+    "order": ("entry", ["1.0", "(nan,)", "('first',)"]),
+    "may_start": ("first, room", ["True", "None"]),
+    "gives_up_place": (
+        "turn, state, places",
+        ["False", "Place(True, 'why', -1.0)", "Place(True, 'why', nan)"],
+    ),
+    "chunk": ("step", ["512", "Chunk(0, 'why')", "Chunk(1.5, 'why')"]),
+    "to_load": ("where, state", ["0", "LoadChoice(LoadReason.LOAD, 31)", "LoadChoice(LoadReason.LOAD, -1)"]),
+    "evicts_first": ("end", ["True", "None"]),
+    "longest_wait_s": ("line", ["None", "nan", "-1.0"]),
+}
+
+
 @pytest.mark.parametrize(
-    "answer",
-    ["2.5", "None", "kept(math.nan)", "kept(math.inf)", "kept(-1.0)", "kept(None)"],
+    ("function", "answer"), [(f, a) for f, (_, answers) in WRONG.items() for a in answers]
 )
-def test_a_policy_of_ones_own_that_answers_with_no_ttl_is_named(answer, monkeypatch, tmp_path):
+def test_a_wrong_answer_of_a_policy_of_ones_own_is_refused_in_a_sentence(
+    function, answer, monkeypatch, tmp_path
+):
     """A TTL of nan would make a pin that never expires."""
-    name = "bad_" + re.sub(r"\W", "_", answer)
+    name = "bad_" + re.sub(r"\W", "_", f"{function} {answer}")
     (tmp_path / f"{name}.py").write_text(
-        "import math\nfrom experiments.policies import Policy, Retention, pinned_first\n"
-        "def kept(ttl_s): return Retention(ttl_s, 'own', 'own')\n"
-        f"own = Policy(lambda turn, gaps, costs, load, config: {answer}, pinned_first)\n"
+        "from dataclasses import replace\nfrom math import inf, nan\n"
+        "from continuum_lmcache.policy.continuum import *\n"
+        "def kept(ttl_s): return Retention(ttl_s, 'own')\n"
+        f"own = replace(continuum, {function}=lambda {WRONG[function][0]}: {answer})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    advisor = RetentionAdvisor(ContinuumConfig(policy=f"{name}:own"))
-    with pytest.raises(ConfigError, match=f"'{name}:own' answered .*; it must be a Retention, ttl_s finite"):
-        advisor.retain(turn(10), IDLE)
+    where = Residency(0, 10, 20, 40)
+    asked = [where if word == "where" else None for word in WRONG[function][0].split(", ")]
+    with pytest.raises(ConfigError, match=f"'{name}:own': {function} answered .*; it must be a"):
+        getattr(policy_named(f"{name}:own"), function)(*asked)
+
+
+def test_right_answers_pass_as_they_are(monkeypatch, tmp_path):
+    (tmp_path / "right_policy.py").write_text("from continuum_lmcache.policy.continuum import continuum\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = policy_named("right_policy:continuum")
+    assert decide("continuum", turn(40), learned()) == decide("right_policy:continuum", turn(40), learned())
+    assert own.order(standing()) == POLICIES["continuum"].order(standing())
+    idle = Room(ContinuumConfig(), 0.0, 0, 0.0, 0.0, 0, True, 0.0, Place(True, "", 0.0))
+    assert own.may_start(FirstInLine(10.0, 0.0, False, 0), idle).reason == "idle"
+    assert own.longest_wait_s(Line(ContinuumConfig(), 0.0, 1, 1, 1, 2.0, 1.0)) == 180.0 + 2 * 6.0

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
+from test_policies import A_SECOND_A_TOKEN, SHORT, decide, learned, turn
 
-from continuum_lmcache.retention.policies import policy_named
-from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE, PART, best_ttl
+from continuum_lmcache.policy.continuum import IDLE_PRICE
+from continuum_lmcache.policy.named import policy_named
+from continuum_lmcache.policy.ttl_solver import PART, best_ttl
 from continuum_lmcache.tools.distribution import DurationDistribution, equal_steps
 from continuum_lmcache.tools.durations import SHORTEST_GAP_S
 from continuum_lmcache.types import QueueEntry
@@ -49,7 +50,7 @@ def test_no_other_ttl_beats_the_chosen_one(seen, benefit_s, ceiling_s, shares):
     st.integers(0, 40),
     BENEFITS_S,
     CEILINGS_S,
-    st.sampled_from((IDLE_PRICE, CONTENDED_PRICE)),
+    st.sampled_from((IDLE_PRICE, 1.0)),
 )
 def test_the_chosen_ttl_is_the_one_that_a_look_at_every_gap_finds(ended_s, lost, benefit_s, ceiling_s, price):
     observed = len(ended_s) + lost
@@ -70,8 +71,8 @@ def test_a_dearer_reload_never_shortens_the_ttl(reload_s, more_s, cold):
 @given(st.floats(-1.0, 1.0), st.booleans(), st.integers(0, 10_000))
 def test_nothing_is_pinned_that_costs_nothing_to_lose(eta, cold, tokens):
     gaps = None if cold else learned()
-    load = replace(IDLE, queue_delay_s=0.0, eta=eta)
-    keep = decide("continuum", turn(tokens, gpu_tokens=tokens), gaps, load)
+    state = replace(SHORT, queue_delay_s=0.0, eta=eta)
+    keep = decide("continuum", turn(tokens, gpu_tokens=tokens), gaps, state)
     assert (keep.ttl_s, keep.benefit_s) == (0.0, 0.0)
 
 
@@ -90,7 +91,7 @@ STANDINGS = st.builds(
     priority=st.integers(-3, 3),
     program_arrival_s=st.floats(0, 1e6),
     turn_arrival_s=st.floats(0, 1e6),
-    program_since_s=st.floats(0, 1e6),
+    program_order_s=st.floats(0, 1e6),
     attained_tokens=st.integers(0, 10**7),
 )
 
@@ -102,6 +103,6 @@ def test_waiting_longer_never_sends_a_turn_back(policy, waiting, earlier_s):
         waiting,
         turn_arrival_s=min(waiting.turn_arrival_s, earlier_s),
         program_arrival_s=min(waiting.program_arrival_s, earlier_s),
-        program_since_s=min(waiting.program_since_s, earlier_s),
+        program_order_s=min(waiting.program_order_s, earlier_s),
     )
     assert order(earlier) <= order(waiting)

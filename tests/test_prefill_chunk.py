@@ -8,13 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.admission.prefill_chunk import (
-    LEAST_STEPS,
-    PROMPT_TOKENS,
-    SMALLEST_TOKENS,
-    PrefillChunkTuner,
-    StepTimes,
-)
+from continuum_lmcache.policy.continuum import PROMPT_TOKENS, SMALLEST_TOKENS, chunk
+from continuum_lmcache.policy.interface import StepState
+from continuum_lmcache.steps.step_times import LEAST_STEPS, StepTimes
 
 FIXED_S, TOKEN_S = 0.010, 1e-4
 
@@ -32,12 +28,22 @@ def measured(
     return times
 
 
-def tuner(times: StepTimes, prompt_tokens: int = 300, most_tokens: int = 8192) -> PrefillChunkTuner:
+class Steps:
+    """Of a server whose prompts take much of the time."""
+
+    def __init__(self, most_tokens: int, times: StepTimes) -> None:
+        self.most_tokens, self.times = most_tokens, times
+
+    def budget_tokens(self, decoding: int, running: int, waiting: int, each: int = 1) -> int:
+        state = StepState(self.most_tokens, running, decoding, waiting, each, 1.0, False, self.times)
+        return chunk(state).tokens
+
+
+def tuner(times: StepTimes, prompt_tokens: int = 300, most_tokens: int = 8192) -> Steps:
     """So many prompt tokens came for each ten that were decoded."""
-    chunks = PrefillChunkTuner(most_tokens, times)
     for _ in range(1000):
-        chunks.record(prompt_tokens, 10)
-    return chunks
+        times.on_schedule(prompt_tokens, 10)
+    return Steps(most_tokens, times)
 
 
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.010, 1e-4), (0.0, 1e-4), (0.040, 7e-5), (0.040, 1.5e-4)])
@@ -74,11 +80,11 @@ def test_a_profile_in_which_tokens_cost_nothing_leaves_all_to_the_fixed_time() -
 def test_where_nothing_ever_decodes_many_waiting_turns_share_a_step() -> None:
     """Scoring, pooling, or an engine that computes prompts for another one: no step has a decode."""
     times = StepTimes()
-    chunks = PrefillChunkTuner(8192, times)
+    chunks = Steps(8192, times)
     assert chunks.budget_tokens(0, 0, 400) == PROMPT_TOKENS
     for _ in range(2 * LEAST_STEPS):
         times.on_prompts(0.060, 2000, 0.050)
-        chunks.record(2000, 0)
+        times.on_schedule(2000, 0)
     assert chunks.budget_tokens(0, 0, 400) == 8192
 
 
@@ -92,7 +98,7 @@ def test_a_machine_that_became_slower_is_noticed_within_some_hundred_steps() -> 
 def test_until_enough_steps_were_seen_or_where_nothing_decodes_no_prompt_is_cut() -> None:
     assert tuner(measured(steps=LEAST_STEPS - 1)).budget_tokens(10, 10, 0) == 10 + PROMPT_TOKENS
     assert tuner(measured()).budget_tokens(0, 3, 0) == PROMPT_TOKENS
-    assert PrefillChunkTuner(8192, measured()).budget_tokens(10, 10, 0) == 10 + PROMPT_TOKENS, "none decoded"
+    assert Steps(8192, measured()).budget_tokens(10, 10, 0) == 10 + PROMPT_TOKENS, "none decoded"
     assert tuner(measured()).budget_tokens(10, 10, 0) < PROMPT_TOKENS
 
 
@@ -159,8 +165,8 @@ def test_drafts_are_part_of_a_decodes_share() -> None:
 def test_the_budget_is_never_above_vllms_and_never_starves_prompts(
     most: int, turns: tuple[int, int, int], tokens: tuple[int, int], step: tuple[float, float]
 ) -> None:
-    chunks = PrefillChunkTuner(most, measured(*step, steps=25))
-    chunks.record(*tokens)
+    chunks = Steps(most, measured(*step, steps=25))
+    chunks.times.on_schedule(*tokens)
     decoding, more, waiting = turns
     budget = chunks.budget_tokens(decoding, decoding + more, waiting)
     assert 1 <= budget <= most

@@ -12,7 +12,7 @@ P = ProgramId("p")
 
 
 def keep(ttl_s: float) -> Retention:
-    return Retention(ttl_s, "test", "test")
+    return Retention(ttl_s, "test")
 
 
 def turn(program: ProgramId, blocks: int = 3, number: int = 1) -> FinishedTurn:

@@ -26,7 +26,7 @@ def gauge(name: str, **labels: str) -> float:
 
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed(model: Path) -> None:
     bench = Bench(ContinuumScheduler, model)
-    rates = bench.engine.advisor.rates
+    rates = bench.engine.learned.rates
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, 1000, 10**9, 10.0))
     rates.observe_prefill(took_s=1.0, predicted_s=0.5)

@@ -1,6 +1,8 @@
 """Recordings read back: overlapping turns, several ranks, malformed files; and figures checked by hand."""
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import EPOCH_S, KEEP, Run, recording, saved, written
 
+from continuum_lmcache.engine import BEHIND
 from continuum_lmcache.errors import TraceError
+from continuum_lmcache.policy.continuum import ALL_WAIT_ALIKE, gives_up_place, may_start
 from continuum_lmcache.recordings.figures import figures, spread, summary
-from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.telemetry.events import PinRenewed, ProgramEnded, TurnArrived, TurnFinished
+from continuum_lmcache.recordings.reader import WHY, load, story
+from continuum_lmcache.telemetry.events import (
+    PinRenewed,
+    ProgramAdmitted,
+    ProgramEnded,
+    ProgramHeld,
+    TurnArrived,
+    TurnFinished,
+)
 from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
-from continuum_lmcache.types import PinEnd, ProgramId, TurnId
+from continuum_lmcache.types import PinEnd, Place, ProgramId, Start, TurnId
 
 
 def two_programs() -> EventRecorder:
@@ -184,3 +195,30 @@ def test_any_json_is_either_measured_or_refused(tmp_path_factory: Any, jobs: Any
         summary(load(path))
     except TraceError as refused:
         assert path.name in str(refused)
+
+
+def test_a_programs_story_says_in_a_sentence_why_it_waited_and_why_it_kept_its_place(tmp_path: Path) -> None:
+    recorder, a, first = EventRecorder(0.0), ProgramId("a"), ProgramId("first")
+    turn, place = TurnId("a1"), Place(False, "slice-over", 20.0)
+    recorder.record(TurnArrived(1e9, a, turn, 100))
+    recorder.record(ProgramHeld(1e9, a, turn, Start(False, "behind"), first))
+    recorder.record(ProgramHeld(1e9 + 20, a, turn, Start(False, "no-room", 12_000, 3_400)))
+    recorder.record(ProgramAdmitted(1e9 + 50, a, turn, Start(True, "room", 12_000, 13_000)))
+    recorder.record(TurnFinished(1e9 + 60, a, turn, (), 110, 10, False, KEEP, place=place))
+    file = tmp_path / "scheduler_timestamps"
+    file.write_text(json.dumps(recorder.snapshot()))
+    _, behind, room, starts, ends = story(file, "a")
+    assert behind.endswith("It waits for its turn in the line, behind first.")
+    assert room.endswith("It waits for room: it would need 12,000 tokens, and 3,400 are left.")
+    assert starts.endswith("It starts: it fits beside the programs with a place.")
+    assert ends.endswith("It gives its place up: its slice is over, and a turn has waited for the hold.")
+
+
+def test_each_reason_of_the_policy_for_a_start_or_a_place_has_its_sentence() -> None:
+    source = "".join(map(inspect.getsource, (may_start, gives_up_place)))
+    given = {
+        *re.findall(r'(?:reason = |Place\(\w+, |Start\(\w+, )"([a-z-]+)"', source),
+        ALL_WAIT_ALIKE,
+        BEHIND.reason,
+    }
+    assert given == {reason for _, reason in WHY}

@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,18 +15,17 @@ from continuum_lmcache.telemetry.events import (
     PinReleased,
     PinTaken,
     ProgramEnded,
-    Start,
     TurnArrived,
     TurnFinished,
     TurnPreempted,
     TurnStarted,
 )
 from continuum_lmcache.telemetry.recorder import FORMAT, MAX_NAME_CHARS, META, EventRecorder
-from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
+from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, Place, ProgramId, Residency, Retention, TurnId
 
 A, B = ProgramId("job-a"), ProgramId("job-b")
 EPOCH_S = 1_000_000.0
-KEEP = Retention(3.0, "continuum", "cdf", 0.75, benefit_s=8.0, cost_s=3.0, samples=120, level="tool")
+KEEP = Retention(3.0, "cdf", 0.75, benefit_s=8.0, cost_s=3.0, samples=120, level="tool", policy="continuum")
 
 ENDED = FinishedTurn(A, 1, ("pytest",), 1050, 66, Residency(0, 0, 0, 1050))
 
@@ -38,7 +38,8 @@ def run_turn(recorder: EventRecorder, program: ProgramId, turn: str, at_s: float
         TurnStarted(at_s + 0.5, program, turn_id, Residency(400, 300, 200, 1000), 0.5, evicted=True)
     )
     tool = ("pytest", "bash")
-    recorder.record(TurnFinished(at_s + 2.5, program, turn_id, tool, 1050, 50, last, KEEP, 0.75))
+    finished = TurnFinished(at_s + 2.5, program, turn_id, tool, 1050, 50, last, KEEP, 0.75)
+    recorder.record(replace(finished, place=Place(True, "slice", 20.0)))
 
 
 def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -> None:
@@ -77,8 +78,10 @@ def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -
                 "cost_s": 3.0,
                 "samples": 120,
                 "level": "tool",
+                "asks_again": False,
                 "reload_s": 0.0,
             },
+            "place": {"kept": True, "reason": "slice"},
         },
         {"pinned_time": 1_000_012.5, "deadline": 1_000_015.5, "ttl_s": 3.0, "blocks": 66},
         {"unpinned_time": 1_000_014.0, "outcome": "reused"},
@@ -111,7 +114,7 @@ def test_the_snapshot_does_not_change_when_the_run_goes_on() -> None:
 
 def test_numbers_that_json_lacks_become_null() -> None:
     recorder = EventRecorder(EPOCH_S)
-    forever = Retention(math.inf, "static-ttl", "", benefit_s=math.nan)
+    forever = Retention(math.inf, "", benefit_s=math.nan)
     recorder.record(TurnArrived(0.0, A, TurnId("t"), 1))
     recorder.record(TurnFinished(1.0, A, TurnId("t"), (), 1, 0, False, forever))
     recorder.record(PinTaken(1.0, Pin(A, range(1), 1.0, math.inf, forever, ENDED)))
@@ -192,10 +195,8 @@ def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bo
     assert all(len(name) <= MAX_NAME_CHARS + 17 for name in found)
 
 
-def test_every_event_is_recorded_but_two_that_others_show() -> None:
-    """A start shows in its turn's, the eviction of an ended program's KV in nobody's."""
+def test_every_event_is_recorded_but_the_eviction_of_a_last_turns_kv() -> None:
     recorder = EventRecorder(EPOCH_S)
-    recorder.record(Start(1.0, A, TurnId("t")))
     recorder.record(EvictFirst(2.0, A, TurnId("t"), 0))
     assert list(recorder.snapshot()) == [META]
     with pytest.raises(AssertionError):

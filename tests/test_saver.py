@@ -44,7 +44,7 @@ def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
 
 
 def test_what_was_learned_is_written_at_the_engines_end(bench: Bench, tmp_path: Path) -> None:
-    bench.engine.advisor.gaps.observe(("bash",), 4.0)
+    bench.engine.learned.gaps.observe(("bash",), 4.0)
     path, recording = tmp_path / "gaps.json", tmp_path / "run" / "scheduler_timestamps"
     assert not path.exists() and not recording.exists()
     bench.parts.files.close()

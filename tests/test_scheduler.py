@@ -564,7 +564,7 @@ def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(
         bench.run_until_idle()
         beams = [beams[i % len(beams)] + [200 + i if i else 7] for i in range(4)]
     assert not bench.engine.programs.records and not bench.engine.pins.taken
-    assert bench.engine.advisor.gaps.exact(()).n == 0
+    assert bench.engine.learned.gaps.exact(()).n == 0
 
 
 def test_a_request_of_one_token_does_not_take_a_turn_from_its_program(make: Make) -> None:

@@ -83,7 +83,7 @@ def test_of_the_answers_to_one_prompt_one_is_the_programs_turn(make: Any) -> Non
     bench.run_until_idle()
     assert [event.program for event in bench.events_of(TurnFinished)] == ["agent", "agent"]
     assert bench.engine.programs.records["agent"].turns == 2
-    assert bench.engine.advisor.gaps.exact(()).n == 1, "the gap before them, and none between them"
+    assert bench.engine.learned.gaps.exact(()).n == 1, "the gap before them, and none between them"
     assert list(bench.engine.pins.pinned) == ["agent"]
 
 

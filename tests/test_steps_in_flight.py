@@ -33,7 +33,7 @@ class GpuBench(Bench):
         self.gpu_free_s = 0.0
         self.step_seconds = lambda _: 0.0
         self.ends_s: dict[int, float] = {}
-        rates = self.engine.advisor.rates
+        rates = self.engine.learned.rates
         self.ratios: list[float] = []
         learn = rates.observe_prefill
         rates.observe_prefill = lambda took_s, predicted_s: (
@@ -75,4 +75,4 @@ def test_a_step_is_charged_with_its_own_seconds(cls: Any, make: Any) -> None:
     bench.run_until_idle()
     assert len(bench.ratios) >= 12
     assert min(bench.ratios) > 0.98 and max(bench.ratios) < 1.08
-    assert math.exp(bench.engine.advisor.rates.pace.log_slower) == pytest.approx(1.0, abs=0.03)
+    assert math.exp(bench.engine.learned.rates.pace.log_slower) == pytest.approx(1.0, abs=0.03)

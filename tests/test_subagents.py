@@ -33,10 +33,10 @@ def bench(make: Any, request: pytest.FixtureRequest) -> Bench:
     """This project's policy, on a GPU with 59 blocks, without admission's line."""
     made: Bench = make(60, policy="continuum", admission=False)
     made.step_seconds = lambda output: 0.01 + 1e-2 * output.total_num_scheduled_tokens
-    made.engine.advisor.rates = CalibratedCosts(COSTS)
+    made.engine.learned.rates = CalibratedCosts(COSTS)
     for tool, gaps_s in request.param.items():
         for gap_s in gaps_s:
-            made.engine.advisor.gaps.observe((tool,), gap_s)
+            made.engine.learned.gaps.observe((tool,), gap_s)
     return made
 
 

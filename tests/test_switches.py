@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from experiments.sweep.cases import Point
-from experiments.switches import PINS, SWITCHES, chosen, line, pair
+from experiments.switches import SWITCHES, chosen, line, pair
 
 
 def test_each_switch_is_tried_alone_or_those_that_are_named_together() -> None:
@@ -22,6 +22,6 @@ def test_both_runs_of_a_pair_are_of_one_seed_and_differ_in_the_switches_alone() 
     assert same.ratio == same.tail == 1.0, "without a tier nothing is loaded"
     assert joint.on == same.on, "everything but the switches stays"
     assert joint.off != joint.on
-    pins = pair(point, [PINS], 3)
+    pins = pair(point, ["pins"], 3)
     assert pins.on.pins["taken"] > 0 and not pins.off.pins.get("taken")
     assert line("joint", [joint]).startswith(f"| joint | {joint.ratio:.3f}")

@@ -95,23 +95,23 @@ def test_a_call_that_was_given_up_too_early_leaves_no_trace():
     gaps = learned((PYTEST, [1.0] * 200))
     before = gaps.dumps()
     gaps.add_lost(PYTEST)
-    assert gaps.lost_share(PYTEST) == pytest.approx(1 / 201, rel=1e-4)
+    assert gaps.longer_share(PYTEST, math.inf) == pytest.approx(1 / 201, rel=1e-4)
     gaps.withdraw_lost(PYTEST)
     gaps.withdraw_lost(("read",))  # which has none
-    assert gaps.dumps() == before and gaps.lost_share(PYTEST) == 0.0
+    assert gaps.dumps() == before and gaps.longer_share(PYTEST, math.inf) == 0.0
 
 
 def test_a_few_calls_tell_a_tool_that_ends_programs_from_one_that_does_not():
     gaps = learned((MAKE, [1.0] * 200))
-    assert gaps.lost_share(("submit", "bash")) == 0.0, "nothing is known of it"
+    assert gaps.longer_share(("submit", "bash"), math.inf) == 0.0, "nothing is known of it"
     for _ in range(6):
         gaps.add_lost(("submit", "bash"))
-    assert gaps.lost_share(("submit", "bash")) > 0.5
-    assert gaps.lost_share(MAKE) < 0.05
-    assert gaps.lost_share(("ask_human",)) < 0.05, "as all tools together"
+    assert gaps.longer_share(("submit", "bash"), math.inf) > 0.5
+    assert gaps.longer_share(MAKE, math.inf) < 0.05
+    assert gaps.longer_share(("ask_human",), math.inf) < 0.05, "as all tools together"
     for _ in range(6):
         gaps.observe(("submit", "bash"), 1.0)
-    assert gaps.lost_share(("submit", "bash")) < 0.5
+    assert gaps.longer_share(("submit", "bash"), math.inf) < 0.5
 
 
 def test_a_gap_that_cannot_be_is_refused():

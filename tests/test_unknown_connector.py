@@ -57,7 +57,7 @@ def test_what_it_may_hold_does_not_cheapen_a_reload(bench: Bench) -> None:
 def test_a_step_that_may_wait_for_its_loads_teaches_nothing_of_the_prefill(bench: Bench) -> None:
     bench.step_seconds = seconds_of(bench, load_s=100 * COMPUTE_S)
     returns(bench, 12)
-    rates = bench.engine.advisor.rates
+    rates = bench.engine.learned.rates
     assert rates.costs.prefill_s(400) == pytest.approx(400 * COMPUTE_S, rel=0.25)
     assert rates.samples["prefill"] > 0 and rates.samples["dram"] == 0
 

@@ -13,8 +13,8 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.connector_names import AUTOSTART, EXTRA, IN_PROCESS, OURS, OVER_LMCACHE, OVER_NATIVE
 from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.policy.named import policy_named
 from continuum_lmcache.reload.model_shapes import ModelShape
-from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 

@@ -9,8 +9,6 @@ from continuum_lmcache.programs.program import Program
 from continuum_lmcache.types import MOST_TENANTS, ProgramId
 
 MAX_ENDED = 1024  # remembered programs of a tenant
-LEAST_CLAIMS = 50  # the share of wrong claims is computed as if there were at least as many
-WRONG_SHARE = 0.02  # above it, claims evict nothing
 
 
 @dataclass(slots=True)
@@ -42,8 +40,7 @@ class EndClaims(FrequentDict[str, TenantClaims]):
             of.wrong += 1
         return ended
 
-    def is_trusted(self, tenant: str) -> bool:
-        """True while at most WRONG_SHARE of the reported ends were wrong. A wrong one evicts a context that
-        is needed again."""
+    def counts(self, tenant: str) -> tuple[int, int]:
+        """The tenant's claims, and how many of them were wrong."""
         of = self.get(tenant)
-        return of is None or of.wrong <= WRONG_SHARE * max(of.claims, LEAST_CLAIMS)
+        return (0, 0) if of is None else (of.claims, of.wrong)

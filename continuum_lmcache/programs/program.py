@@ -59,7 +59,7 @@ class Program:
     tenant: str  # whose limits and statistics are its: ProgramFields.owner
     arrival_s: float
     seen_s: float
-    since_s: float  # when it got its place; its arrival where no program waits for one
+    placed_s: float  # when it got its place; its arrival where no program waits for one
     order_s: float  # its order among programs: when it came, or last came to wait for a place
     is_one_turn: bool = False  # a request without a program's name: it ends with its turn
     stage: Stage = Stage.IDLE
@@ -83,6 +83,7 @@ class Program:
     priority: int = 0
     line_since_s: float = 0.0
     starts_by_s: float = math.inf  # the bound of its wait, from when it came
+    held_for: str = ""  # why it waits there, as it was told
     prompt_hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
     # its size
     context_tokens: int = 0  # now, or of its prompt in the line

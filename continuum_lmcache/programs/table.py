@@ -22,7 +22,7 @@ from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.divergence import kept_hashes, no_hashes
 from continuum_lmcache.programs.program import NOT_COUNTED, Counted, Left, Program, Stage
 from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefixesInUse
-from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
+from continuum_lmcache.types import FinishedTurn, Place, ProgramId, TurnId
 
 MOST_HASHES = 4_000_000  # of all programs, 32 MB; then the longest-idle ones lose theirs
 OVERDUE_A_STEP = 64  # each takes some microseconds: so no step waits for a millisecond
@@ -107,6 +107,7 @@ class ProgramTable:
     ) -> None:
         """The turn waits until its program may start."""
         program.priority, program.prompt_hashes, program.left = priority, hashes, None
+        program.held_for = ""
         program.context_tokens = prompt_tokens
         self.move(program, Stage.IN_LINE)
 
@@ -116,12 +117,9 @@ class ProgramTable:
         program: Program,
         turn: FinishedTurn,
         hashes: Sequence[Hashable],
-        expected_s: float,
-        reload_s: float = 0.0,
-        yields: bool = False,
+        place: Place,
     ) -> None:
-        """The turn ended in a tool call, from which the program is expected back within `expected_s`.
-        `reload_s`: what its context costs after a wait in the line. `yields`: it gives its place up.
+        """The turn ended in a tool call, from which the program is expected back within `place.expected_s`.
         `hashes`: of the turn's whole blocks."""
         self._end_turn(now_s, program)
         program.turns += 1
@@ -129,8 +127,8 @@ class ProgramTable:
         if program.ended_tokens:
             self.growth.add_turn(turn.context_tokens - program.ended_tokens)
         program.ended_tokens = program.context_tokens = turn.context_tokens
-        program.reload_s, program.expected_until_s = reload_s, now_s + expected_s
-        self.move(program, Stage.YIELDED if yields else Stage.AWAY)
+        program.reload_s, program.expected_until_s = turn.line_reload_s, now_s + place.expected_s
+        self.move(program, Stage.AWAY if place.is_kept else Stage.YIELDED)
         heapq.heappush(self._away, (program.expected_until_s, program.id))
         away = self.in_stage[Stage.AWAY] + self.in_stage[Stage.YIELDED]
         if len(self._away) > 64 and len(self._away) > 2 * away:  # most are back

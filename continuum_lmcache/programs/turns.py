@@ -64,7 +64,7 @@ class Turn:
             priority=self.priority,
             program_arrival_s=self.program.arrival_s,
             turn_arrival_s=self.arrival_s,
-            program_since_s=self.program.order_s,
+            program_order_s=self.program.order_s,
             attained_tokens=self.program.attained_tokens,
         )
 

@@ -18,7 +18,22 @@ from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 FACTS = ("model", "policy", "machine", "versions")  # of the header
 SOURCES = {"GPU": "gpu_tokens", "DRAM": "dram_tokens", "disk": "ssd_tokens"}
-OF_NO_TURN = ("renewed_time", "ended_time")  # and without a figure here
+OF_NO_TURN = ("renewed_time", "ended_time", "held_time", "admitted_time")  # and without a figure here
+WHY = {  # the reasons of `continuum`, in words; a policy of one's own may have others
+    ("held", "no-room"): "waits for room: it would need {need_tokens:,} tokens, and {room_tokens:,} are left",
+    ("held", "behind"): "waits for its turn in the line, behind {behind}",
+    ("admitted", "room"): "starts: it fits beside the programs with a place",
+    ("admitted", "idle"): "starts: the GPU has no other work",
+    ("admitted", "few-prompts"): "starts without room: prompts take little of the time",
+    ("admitted", "fits-never"): "starts without room: it will never fit, so waiting brings it nothing",
+    ("admitted", "promised"): "starts without room: it has waited for as long as was shown when it came",
+    ("admitted", "all-wait-alike"): "starts without room: no program keeps a place during its tool",
+    ("kept", "nobody-waits"): "keeps its place: nobody waits",
+    ("kept", "slice"): "keeps its place: its slice is not over",
+    ("kept", "hold"): "keeps its place: no turn has waited for the hold",
+    ("given-up", "slice-over"): "gives its place up: its slice is over, and a turn has waited for the hold",
+    ("given-up", "all-wait-alike"): "gives its place up: a place is not worth a tool call",
+}
 TIMED = ("_time", "_to_running")  # ends of events' names; the time is an event's first field
 EARLIEST_S = 1e9  # of a wall clock in a recording: 2001
 LAST_S = 1e11  # no wall clock shows more
@@ -178,7 +193,17 @@ def story(path: Path, program: str) -> Iterator[str]:
         )
     for event in found:
         kind, since_s = event.kind.removesuffix("_time"), event.time_s - found[0].time_s
-        yield f"{since_s:10.3f} s  {kind}  {facts_of(event)}".rstrip()
+        yield f"{since_s:10.3f} s  {kind}  {facts_of(event)}{why(event)}".rstrip()
+
+
+def why(event: RecordedEvent) -> str:
+    """A sentence on what was decided about the program's place; "" for other events and reasons."""
+    place, kind = event.fields.get("place"), event.kind.removesuffix("_time")
+    if isinstance(place, dict):
+        kind = "kept" if place.get("kept") else "given-up"
+    reason = place.get("reason") if isinstance(place, dict) else event.fields.get("reason")
+    said = WHY.get((kind, str(reason)), "")
+    return f". It {said.format_map(event.fields)}." if said else ""
 
 
 def facts_of(event: RecordedEvent) -> str:
@@ -186,7 +211,7 @@ def facts_of(event: RecordedEvent) -> str:
     decision = event.fields.get("retention")
     flat = event.fields | (decision if isinstance(decision, dict) else {})
     short = {name: shown(value, event.time_s) for name, value in flat.items()}
-    left_out = (event.kind, "retention")
+    left_out = (event.kind, "retention", "place")
     return ", ".join(f"{n} {v}" for n, v in short.items() if n not in left_out and v not in (None, "", []))
 
 

@@ -1,13 +1,11 @@
-"""Decides for each prompt that a tier holds: load it, load a part, or compute it. Uses measured rates only.
-
-`CostModel.load_options` prices the three options:
+"""Which of a prompt's tokens to load from the tiers: the values of that decision, and who asks for it.
 
     load        all that DRAM and disk hold of the prompt
     partial     the part in DRAM; what only the disk has is computed
     recompute   nothing is loaded
 
-A `TierStore` calls `LoadPolicy.tokens_to_load`, and offers vLLM that many tokens.
-`residency_of_offer` returns in which tiers these are.
+A `TierStore` calls `LoadPolicy.tokens_to_load`, and offers vLLM that many tokens. The policy's `to_load`
+decides. `residency_of_offer` returns in which tiers the tokens are.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
@@ -46,39 +45,16 @@ class LoadChoice:
     excess_s: float = 0.0  # predicted time that loading everything costs beyond that
 
 
-@dataclass(frozen=True, slots=True)
-class Contention:
-    """The other turns."""
+class LoadState(NamedTuple):
+    """What the decision depends on, beside the prompt."""
 
-    turns: int  # waiting and running
+    costs: CostModel  # by the rates so far
+    others: int  # turns that wait or run beside this one
     kv_tokens: int  # of the GPU's KV cache, which all share
+    trial_budget_s: float  # that earlier prompts have saved up
 
 
-ALONE = Contention(0, 1)
-
-
-def choose_load(costs: CostModel, where: Residency, contention: Contention = ALONE) -> LoadChoice:
-    """The cheapest option if every rate it uses was measured; else everything is loaded.
-
-    The cost is the time of all turns. This turn waits for its load and its prefill. Each other turn waits for
-    the prefill, and for its share of the memory that this turn holds meanwhile.
-
-    Neither an assumption nor a single slow load may disable a cache. So every load is made until
-    LEAST_SAMPLES prefills were measured, and as many loads from each tier that holds a part of the prompt.
-    """
-    everything = where.dram_tokens + where.ssd_tokens
-    if not is_measured(costs, where):
-        return LoadChoice(LoadReason.UNMEASURED, everything)
-    share = where.total_tokens / contention.kv_tokens
-    costs_s = {
-        option.loaded_tokens: option.total_s + contention.turns * (option.prefill_s + share * option.total_s)
-        for option in costs.load_options(where)
-    }
-    best = min(costs_s, key=costs_s.__getitem__)
-    if best == everything:
-        return LoadChoice(LoadReason.LOAD, everything, costs_s[best])
-    decision = LoadReason.PARTIAL if best else LoadReason.RECOMPUTE
-    return LoadChoice(decision, best, costs_s[best], costs_s[everything] - costs_s[best])
+ToLoad = Callable[[Residency, LoadState], LoadChoice]
 
 
 def is_measured(costs: CostModel, where: Residency) -> bool:
@@ -99,34 +75,28 @@ def residency_of_offer(held: TierHit, gpu_tokens: int, found_tokens: int, total_
 
 
 class LoadPolicy:
-    """Decides for waiting turns, and counts the decisions of those that got their blocks.
+    """Asks the policy for waiting turns, and counts the decisions of those that got their blocks.
 
-    A tier from which nothing is loaded is not timed. So LoadPolicy sometimes loads although computing is
-    predicted to be cheaper (a trial). Each prompt that is computed adds TRIAL_SHARE of its time to a budget,
-    and a trial spends its predicted extra cost. Trials make such prompts about 2 % slower, and show when
-    a tier is fast again.
+    Each prompt that is computed adds TRIAL_SHARE of its time to the budget of trials, and a trial spends its
+    predicted extra cost. Trials make such prompts about 2 % slower, and show when a tier is fast again.
     """
 
     def __init__(
-        self,
-        rates: CalibratedCosts,
-        contention: Callable[[], Contention] = lambda: ALONE,
-        compares_costs: bool = True,
+        self, rates: CalibratedCosts, to_load: ToLoad | None, others: Callable[[], tuple[int, int]]
     ) -> None:
+        """`to_load`: None loads everything. `others`: how many other turns there are, and the cache's
+        tokens."""
         self.counts: Counter[str] = Counter()
-        self.rates, self._contention, self._compares_costs = rates, contention, compares_costs
+        self.rates, self._to_load, self._others = rates, to_load, others
         self._unplaced: dict[TurnId, LoadChoice] = {}  # turns without blocks yet
         self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it
         self._trial_budget_s = 0.0
 
     def tokens_to_load(self, turn: TurnId, where: Residency) -> int:
         """How many tokens to load (tier_store.LoadSelector)."""
-        if not self._compares_costs:
+        if self._to_load is None:
             return where.dram_tokens + where.ssd_tokens
-        choice = choose_load(self.rates.costs, where, self._contention())
-        if 0.0 < choice.excess_s <= self._trial_budget_s:
-            everything = where.dram_tokens + where.ssd_tokens
-            choice = LoadChoice(LoadReason.TRIAL, everything, choice.chosen_s, choice.excess_s)
+        choice = self._to_load(where, LoadState(self.rates.costs, *self._others(), self._trial_budget_s))
         self._unplaced[turn] = choice
         return choice.tokens
 

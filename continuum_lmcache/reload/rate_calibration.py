@@ -26,7 +26,7 @@ KEPT_DECAY = 0.98  # each return: half of the weight is that of the latest 34
 
 @dataclass(frozen=True, slots=True)
 class RateDrift:
-    """How much slower a tier is than its profile: 1/e to the `log_slower`-th of the rate is left."""
+    """How much slower a tier is than its profile: rate = profile * exp(-log_slower)."""
 
     log_slower: float = 0.0
     loads: int = 0

@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from continuum_lmcache.programs.divergence import PrefixLoss
-from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
+from continuum_lmcache.types import (
+    Pin,
+    PinEnd,
+    Place,
+    ProgramId,
+    Residency,
+    Retention,
+    Start,
+    ToolKey,
+    TurnId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class TurnPreempted:
 
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
-    """A turn ended. `retention`: the policy's decision on its KV. `first_token_s`: from its arrival to its
+    """A turn ended. `retention`, `place`: what the policy decided. `first_token_s`: from its arrival to its
     first token. None: there was none."""
 
     now_s: float
@@ -65,6 +75,7 @@ class TurnFinished:
     is_last: bool
     retention: Retention | None = None
     first_token_s: float | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +101,24 @@ class PrefixLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProgramAdmitted:
     """A program in line may start: its turn takes its place in the queue."""
 
     now_s: float
     program: ProgramId
     turn: TurnId
+    start: Start
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramHeld:
+    """A program in line may not start yet, or waits for another reason now."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+    start: Start
+    behind: ProgramId | None = None  # the first in line, if it is another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +169,8 @@ Event = (
     | TurnFinished
     | PrefixLost
     | ProgramEnded
-    | Start
+    | ProgramAdmitted
+    | ProgramHeld
     | PinTaken
     | PinRenewed
     | PinReleased

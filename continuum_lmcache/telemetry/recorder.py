@@ -18,7 +18,7 @@ from typing import Any, assert_never
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events
-from continuum_lmcache.types import Retention, TurnId
+from continuum_lmcache.types import Retention, Start, TurnId
 
 Event = dict[str, Any]
 
@@ -67,7 +67,9 @@ class EventRecorder:
                 )
             case events.TurnPreempted():
                 self._add(event, "Request_evicted_from_running_queue_time", event.turn)
-            case events.TurnFinished(retention=keep):  # the decision is recorded also if its TTL is 0
+            case events.TurnFinished(
+                retention=keep, place=place
+            ):  # the decision is recorded also if its TTL is 0
                 self._add(
                     event,
                     "Request_departure_time",
@@ -78,6 +80,7 @@ class EventRecorder:
                     first_token_s=event.first_token_s,
                     last=event.is_last,
                     retention={name: plain(getattr(keep, name)) for name in EXPLANATION} if keep else None,
+                    place={"kept": place.is_kept, "reason": place.reason} if place else None,
                 )
             case events.PrefixLost(loss=loss):
                 facts = {"cause": loss.cause.value, "at_token": loss.at_token, "lost_tokens": loss.tokens}
@@ -91,10 +94,20 @@ class EventRecorder:
                 self._add(event, "unpinned_time", outcome=event.why.value)
             case events.ProgramEnded():
                 self._add(event, "ended_time")
-            case events.Start() | events.EvictFirst():
-                pass  # a start shows in its turn's
+            case events.ProgramHeld(start=start):
+                behind = self.name(event.behind) if event.behind is not None else None
+                self._add(event, "held_time", event.turn, **self._of_start(start), behind=behind)
+            case events.ProgramAdmitted(start=start):
+                self._add(event, "admitted_time", event.turn, **self._of_start(start))
+            case events.EvictFirst():
+                pass
             case _:
                 assert_never(event)
+
+    @staticmethod
+    def _of_start(start: Start) -> Event:
+        tokens = {"need_tokens": start.need_tokens, "room_tokens": start.room_tokens}
+        return {"reason": start.reason, **{name: round(count) for name, count in tokens.items()}}
 
     def snapshot(self) -> dict[str, list[Event]]:
         """All events, ready for JSON: {program: [event, ...]}, with META's entry first.

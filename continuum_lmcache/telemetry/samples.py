@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.telemetry.events import Event, PrefixLost, TurnArrived, TurnFinished, TurnStarted
+from continuum_lmcache.telemetry.events import (
+    Event,
+    PrefixLost,
+    ProgramAdmitted,
+    ProgramHeld,
+    TurnArrived,
+    TurnFinished,
+    TurnStarted,
+)
 from continuum_lmcache.types import Retention
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
@@ -22,6 +30,7 @@ class MetricSamples:
     """Samples by metric (prometheus.py names them)."""
 
     decisions: Counter[str] = field(default_factory=Counter)  # by the reason of the TTL, since the start
+    places: Counter[str] = field(default_factory=Counter)  # starts, waits, and places kept, by reason
     lost_returns: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
     lost_tokens: Counter[str] = field(default_factory=Counter)
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
@@ -36,6 +45,12 @@ class MetricSamples:
             case TurnFinished(retention=Retention() as keep):
                 self._add("ttl_seconds", "", keep.ttl_s)
                 self.decisions[keep.reason if keep.ttl_s > 0 else keep.reason + NO_PIN] += 1
+                if (place := event.place) is not None and place.reason:
+                    self.places[f"{'kept' if place.is_kept else 'given-up'}-{place.reason}"] += 1
+            case ProgramAdmitted(start=start):
+                self.places[f"started-{start.reason}"] += 1
+            case ProgramHeld(start=start):
+                self.places[f"held-{start.reason}"] += 1
             case PrefixLost(loss=loss):
                 label = f"{loss.cause.value}-{loss.third}-third"
                 self.lost_returns[label] += 1

@@ -55,7 +55,7 @@ def tool_calls(text: str, offers_tools: bool = False) -> tuple[ToolKey, ...]:
 def likely_slowest(calls: Iterable[ToolKey]) -> ToolKey:
     """Of parallel calls, the first of the program known to be slow, as in a compound command; () of none.
 
-    With learned gaps at hand, `RetentionAdvisor.slowest` knows better.
+    With learned gaps at hand, `ToolDurations.slowest` knows better.
     """
     return max(calls, key=lambda key: weight(key[-2:][0]), default=())
 

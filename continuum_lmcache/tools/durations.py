@@ -13,11 +13,13 @@ import json
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from continuum_lmcache.bounded_dict import FrequentDict
 from continuum_lmcache.errors import DurationsError
+from continuum_lmcache.tools.call_parser import likely_slowest
 from continuum_lmcache.tools.distribution import DurationDistribution, equal_steps
 from continuum_lmcache.types import MOST_TENANTS, ToolKey
 
@@ -30,6 +32,9 @@ MAX_LEVELS = 4
 SHORTEST_GAP_S = 1e-6  # counts as 0: a pin of 0 s would be no pin
 MAX_GAP_S = 1e6  # eleven days: a wrong clock, not a slow tool
 VERSION = 1
+EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
+LEAST_EXPECTED_S = 20.0  # at 10, the longest gap in the field's measure, programs lost their room
+COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 SavedKey = tuple[ToolKey, list[float]]
 
 
@@ -126,12 +131,9 @@ class ToolDurations:
                 return window.distribution(f"tool:{len(key)}" if key else "all")
         return every.distribution("all")
 
-    def lost_share(self, tool: ToolKey) -> float:
-        """The share of gaps of `tool` that never end, 0 to 1; 0 before the first observation."""
-        return self.longer_share(tool, math.inf)
-
     def longer_share(self, tool: ToolKey, gap_s: float) -> float:
-        """The share of gaps of `tool` that last `gap_s` or longer, those that never end included; 0 to 1.
+        """The share of gaps of `tool` that last `gap_s` or longer, 0 to 1: if it is infinite, that never end.
+        0 before the first observation.
 
         Each level's share counts as PRIOR_SAMPLES observations of the level below it: a few calls tell a
         tool that ends programs from one that does not, long before they tell how long it takes.
@@ -151,6 +153,28 @@ class ToolDurations:
         """The observations of the most specific level where any gap ended, however few; level "own"."""
         found = (self.exact(key) for key in suffixes(tool))
         return next((own for own in found if own.samples_s), self.exact(()))
+
+    def expected_s(self, tool: ToolKey, lost_share: float) -> float:
+        """For how long a program in a call of `tool` is expected back; LEAST_EXPECTED_S at least.
+
+        Model: a gap is exponential or, in a share q of cases, never ends. After ln((1 - q) / q) mean gaps
+        both are equally likely. Until then the program is expected back.
+        """
+        q = lost_share
+        means = min(EXPECTED_GAPS, math.log((1.0 - q) / q)) if q > 0.0 else EXPECTED_GAPS
+        return max(LEAST_EXPECTED_S, means * (self.distribution(tool).mean_s or COLD_GAP_S))
+
+    def slowest(self, calls: Sequence[ToolKey]) -> ToolKey:
+        """Of a turn's parallel calls the slowest by its mean gap, or by its name while none is known.
+
+        A call counts with its most specific level that has observations: which call is slower is a weaker
+        question than how long it takes. Gaps are long-tailed, so the largest mean is close to the mean of
+        the largest.
+        """
+        if len(calls) < 2:
+            return calls[0] if calls else ()
+        slowest = max(calls, key=lambda call: self.most_specific(call).mean_s or 0.0)
+        return slowest if self.exact(slowest).n else likely_slowest(calls)
 
     def dumps(self) -> str:
         """Everything learned, of tenants too, as versioned JSON; loads() reads it.

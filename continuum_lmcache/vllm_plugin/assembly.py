@@ -21,7 +21,7 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import assumed_costs, card_of
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
 from continuum_lmcache.reload.model_shapes import shape
-from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.retention.learned import Learned
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.tools.durations import ToolDurations
@@ -64,14 +64,13 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     name = config.tool_durations_file
     durations_path = path_of_rank(Path(name), rank) if name else None
     residency = ResidencyLookup(scheduler.connector)
-    advisor = RetentionAdvisor(
-        config,
+    learned = Learned(
         costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config), scheduler.vllm_config),
         load_durations(durations_path) if durations_path else ToolDurations(),
         residency.store.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
-    files = EngineFiles(advisor.gaps, durations_path)
+    files = EngineFiles(learned.gaps, durations_path)
     if folder:
         files.recording_path, about = recording_path(Path(folder), rank), run_facts(scheduler, config)
         files.recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
@@ -83,7 +82,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     told = vars(scheduler.vllm_config.scheduler_config)
     tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))
     pool = scheduler.kv_cache_manager.block_pool
-    engine = Engine(advisor, pool.num_gpu_blocks, scheduler.block_size, scheduler.hash_block_size)
+    engine = Engine(config, learned, pool.num_gpu_blocks, scheduler.block_size, scheduler.hash_block_size)
     blocks = GpuBlocks(scheduler.kv_cache_manager, scheduler.block_size)
     logger.info("KV below the GPU: %s", residency.mode)
     logger.info("tool calls are read by %s", tool_calls.source)
@@ -93,7 +92,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             type(scheduler.connector).__name__,
         )
     residency.store.set_load_selector(engine.load_policy.tokens_to_load)
-    step_timer, rust = StepTimer(advisor.rates, residency), rust_frontend.told(scheduler.vllm_config)
+    step_timer, rust = StepTimer(learned.rates, residency), rust_frontend.told(scheduler.vllm_config)
     if rust is not None:
         rust.show_metrics(config.policy, rank)
     return EngineParts(engine, residency, blocks, step_timer, tool_calls, files, rust is not None)

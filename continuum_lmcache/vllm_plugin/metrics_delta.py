@@ -39,12 +39,13 @@ class MetricsDelta:
 def totals_of(parts: EngineParts) -> Totals:
     """All figures of the engine now."""
     engine, residency, samples = parts.engine, parts.residency, parts.samples
-    pins, programs, advisor = engine.pins, engine.programs, engine.advisor
-    rates, costs = advisor.rates, advisor.rates.costs
+    pins, programs, learned = engine.pins, engine.programs, engine.learned
+    rates, costs = learned.rates, learned.rates.costs
     return {
         "pins": {"taken": pins.taken, **{outcome.value: pins.outcomes[outcome] for outcome in PinEnd}},
         "pins_refused": REFUSALS | pins.refused,
         "ttl_decisions": dict(samples.decisions),
+        "place_decisions": dict(samples.places),
         "ignored_fields": dict(parts.ignored),
         "new_weights": dict(parts.new_weights),
         "unnamed_prompts": dict(engine.unnamed_prompts),
@@ -54,7 +55,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "tier_faults": dict(residency.store.faults()),
         "tier_store_info": {residency.mode: 1.0},
         "load_decisions": dict(engine.load_policy.counts),
-        "policy_info": {advisor.config.policy: 1.0},
+        "policy_info": {engine.config.policy: 1.0},
         "tier_capacity_tokens": {t.value: n for t, n in residency.store.capacity_tokens().items()},
         "prompt_tokens": dict(residency.prompt_tokens),
         "returned_context_tokens": dict(residency.returned_tokens),
@@ -63,7 +64,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "prefill_fixed_seconds": {"": costs.prefill.fixed_s},
         "prefill_seconds_per_token": {"": costs.prefill.per_token_s},
         "prefill_seconds_per_token_pair": {"": costs.prefill.per_pair_s},
-        "eviction_delay_seconds": {"": advisor.queue_delay_s},
+        "eviction_delay_seconds": {"": learned.queue_delay_s},
         "programs_held": {"": programs.in_stage[Stage.IN_LINE]},
         "longest_wait_seconds": {"": engine.admission.longest_wait_s},
         "working_set_tokens": {"": programs.context_tokens},

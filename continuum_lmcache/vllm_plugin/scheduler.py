@@ -29,8 +29,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.admission.controller import BUSY_SHARE
-from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
+from continuum_lmcache.policy.interface import StepState
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, program_release, prometheus, weight_updates
@@ -61,18 +60,18 @@ class ContinuumMixin(Scheduler):
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
-        self._turns, self._pins, advisor = self._engine.turns, self._engine.pins, self._engine.advisor
+        self._turns, self._pins = self._engine.turns, self._engine.pins
         self._prompt_time = self._step_timer.prompt_time
         self._events = events = TurnEvents(parts)
         self._metrics_delta, self._files = MetricsDelta(parts), parts.files
         self.live = LivePrograms(parts, lambda: self.clock())
         self._report_at_s = -math.inf
-        self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
-        self._decodes_first = advisor.features.measured_chunk
+        self._step_times, self._most_tokens = self._step_timer.step_times, self.max_num_scheduled_tokens
+        self._chunk = self._engine.policy.chunk
         stock = self.scheduler_config  # a prompt in one piece never fits a small budget
         in_parts = stock.enable_chunked_prefill and not stock.disable_chunked_mm_input
         self._may_cut = bool(in_parts and not self.need_mamba_block_aligned_split)
-        if self._decodes_first and self._may_cut and not stock.long_prefill_token_threshold:
+        if self._chunk is not None and self._may_cut and not stock.long_prefill_token_threshold:
             # a short prompt runs beside a long one
             stock.long_prefill_token_threshold = self.max_num_scheduled_tokens // 2
         self._prompts_last = False  # among the running ones, in this step
@@ -119,19 +118,18 @@ class ContinuumMixin(Scheduler):
 
     def _choose_chunk(self, prompt_share: float) -> None:
         """Schedule decodes before prompts, else older programs' prompts take their share of the budget.
-        Beside them as many prompt tokens as pay, by the times of earlier steps. vLLM's own budget while these
-        take little of the time and no turn waits for memory: then first tokens matter more."""
-        if not self._decodes_first:
+        Beside them as many prompt tokens as the policy says."""
+        if self._chunk is None:
             return
+        running = len(self.running)
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
-        decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
-        is_busy = prompt_share >= BUSY_SHARE or self._engine.is_memory_short
-        if self._may_cut and not is_busy:
-            self.max_num_scheduled_tokens = self._chunks.most_tokens
-        elif self._may_cut:
+        self._prompts_last = prompts > 0
+        if self._may_cut:
             waiting = sum(map(len, self._queues.values())) - self.num_waiting_for_streaming_input
-            turns = (decoding, len(self.running), waiting, 1 + self.num_spec_tokens)
-            self.max_num_scheduled_tokens = self._chunks.budget_tokens(*turns)
+            each, is_short = 1 + self.num_spec_tokens, self._engine.is_memory_short
+            turns = (running, running - prompts, waiting, each)
+            state = StepState(self._most_tokens, *turns, prompt_share, is_short, self._step_times)
+            self.max_num_scheduled_tokens = min(self._most_tokens, self._chunk(state).tokens)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
@@ -148,7 +146,7 @@ class ContinuumMixin(Scheduler):
         self._had_prompts = total > len(tokens)
         turns, decodes = self._decoding(tokens) if self._had_prompts else (len(tokens), total)
         self._step_timer.on_schedule(now_s, scheduler_output, total - decodes, turns)
-        self._chunks.record(total - decodes, decodes)
+        self._step_times.on_schedule(total - decodes, decodes)
         super()._update_after_schedule(scheduler_output)
 
     def _decoding(self, tokens: Mapping[str, int]) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.engine import StepLoad, ToolCall, TurnEnd
+from continuum_lmcache.engine import Occupancy, ToolCall, TurnEnd
 from continuum_lmcache.programs.turns import Turn
-from continuum_lmcache.telemetry.events import Event, EvictFirst, PinReleased, PinTaken, Start
+from continuum_lmcache.telemetry.events import Event, EvictFirst, PinReleased, PinTaken, ProgramAdmitted
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
 from continuum_lmcache.vllm_plugin.requests import is_end_of_turn, new_turn
@@ -44,7 +44,7 @@ class TurnEvents:
                     self._rekey(event.program)
                 case EvictFirst():
                     self._blocks.note_ended(event.turn, event.shared_tokens)
-                case Start():
+                case ProgramAdmitted():
                     self._turns.to_rekey.add(event.turn)
             self._samples.add(event)
             if self._recorder is not None:
@@ -58,8 +58,8 @@ class TurnEvents:
 
     def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
         """A step is about to be scheduled."""
-        load = StepLoad(is_running, is_queued, prompt_share, self._blocks.free_count)
-        self.carry_out(self._engine.tick(now_s, load))
+        occupancy = Occupancy(is_running, is_queued, prompt_share, self._blocks.free_count)
+        self.carry_out(self._engine.tick(now_s, occupancy))
         if self._engine.is_refresh_due(now_s):
             tier_tokens = self._store.capacity_tokens()
             self.carry_out(self._engine.refresh(now_s, self._blocks.kv_tokens, tier_tokens))

@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import product
 from typing import TypeVar
 
-from continuum_lmcache.retention.policies import policy_named
+from continuum_lmcache.policy.named import policy_named
 from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import AGENTINFER, ENDLESS, ROUTERS, STOCK, Case, Live, Point, SweepError

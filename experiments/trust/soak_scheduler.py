@@ -24,7 +24,7 @@ import typer
 from continuum_lmcache import engine
 from continuum_lmcache.programs.end_claims import MAX_ENDED
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS
-from continuum_lmcache.retention.advisor import QUEUE_WINDOW
+from continuum_lmcache.retention.learned import QUEUE_WINDOW
 from continuum_lmcache.types import MOST_TENANTS
 from experiments.sim.agents import Agents
 from experiments.sim.engine import Simulation, schedulers
@@ -41,7 +41,7 @@ SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".engine.end_claims[].ended": MOST_TENANTS * MAX_ENDED,
     ".engine._shared_prefixes._heads": MOST_HEADS,
-    ".engine.advisor._delays_s": QUEUE_WINDOW,
+    ".engine.learned._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")

@@ -37,8 +37,8 @@ from continuum_lmcache.connector_names import (
     SERVER_ARGS,
 )
 from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
+from continuum_lmcache.policy.named import policy_named
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.vllm_plugin.files import recording_path
 from continuum_lmcache.vllm_plugin.hooks import (
     data_parallel,

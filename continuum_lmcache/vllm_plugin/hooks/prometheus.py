@@ -53,6 +53,7 @@ METRICS = {
         "Context tokens of returning programs by where their KV was found", "tier"
     ),
     "ttl_decisions": counter("Finished turns by the reason of their TTL", "reason"),
+    "place_decisions": counter("Programs started, held, and places kept or given up, by reason", "reason"),
     "ignored_fields": counter("Requests with a field that was ignored, by field", "field"),
     "new_weights": counter("Calls after which KV of before is not used again, by call", "call"),
     "unnamed_prompts": counter("Prompts without a name, by whether they continue a turn", "outcome"),

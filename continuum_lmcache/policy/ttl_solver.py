@@ -4,10 +4,7 @@
     benefit_s = T * eta + PrefillReload(r)
 
 A second of pin costs a second: the paper's MemUsage(r) / M is on both sides and cancels. That is as if a turn
-always waited for the pin's blocks. With `priced_pins` the `price` of a second depends on whether a turn does,
-or a program that waits to start. So the TTL is computed again when a pin expires and when a turn begins to
-wait, with the gap known to be longer than it already took. This pays because of admission: it admits no more
-than fits the memory, so what a pin holds was mostly reserved for its program already.
+always waited for the pin's blocks. `price` is another cost of a second (continuum.py).
 """
 
 from __future__ import annotations
@@ -15,12 +12,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.types import Retention
 
-IDLE_PRICE = 0.1  # while none waits for memory: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
-CONTENDED_PRICE = 1.0  # the paper's
 PART = 32  # gaps, about the square root of a full window
 
 
@@ -70,17 +64,17 @@ def retention_of(
     ttl_s: float,
     benefit_s: float,
     reason: str,
-    config: ContinuumConfig,
     price: float = 1.0,
+    asks_again: bool = False,
 ) -> Retention:
     """A decision, with the values behind it."""
     return Retention(
         ttl_s=ttl_s,
-        policy=config.policy,
         reason=reason,
         probability=seen.probability(ttl_s),
         benefit_s=benefit_s,
         cost_s=price * ttl_s,
         samples=seen.n,
         level=seen.level,
+        asks_again=asks_again,
     )
