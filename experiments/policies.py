@@ -149,6 +149,7 @@ plas = Policy(no_retention, least_attained_service, to_load=TO_LOAD)
 infercept = Policy(infercept_ttl, program_order, to_load=TO_LOAD)
 three_way = Policy(three_way_ttl, pinned_first, to_load=TO_LOAD)
 no_pins = replace(POLICIES["continuum"], retain=no_retention)
+always_loads = Policy(POLICIES["static-ttl"].retain, pinned_first)  # exactness.py's
 
 BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "three-way", "no-pins")
 

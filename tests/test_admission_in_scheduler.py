@@ -231,7 +231,7 @@ def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> N
     bench.turn("p", prompt(40, 1), this_func_call="bash")
     for said, gaps, turns in ((5, 0, 6), (6, 1, 7), (0, 2, 8)):
         bench.advance(30.0)
-        bench.send("p", prompt(60, 1), program_turns=said, this_func_call="bash")
+        bench.send("p", prompt(20 + 10 * turns, 1), program_turns=said, this_func_call="bash")
         bench.run_until_idle()
         assert bench.engine.learned.gaps.exact(()).n == gaps
         assert bench.engine.programs.records[ProgramId("p")].turns == turns

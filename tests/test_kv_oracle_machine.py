@@ -257,8 +257,9 @@ class Machine(RuleBasedStateMachine):
             if not scheduler.has_requests() and not self.bench._in_flight:
                 break
             self.run(1)
-        waits = RequestStatus.WAITING_FOR_STREAMING_REQ
-        if scheduler.requests.get(self.session) is None or scheduler.requests[self.session].status != waits:
+        waits = (RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.WAITING)  # vLLM raises beside both
+        session = scheduler.requests.get(self.session)
+        if session is None or session.status not in waits:
             assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             self.bench.new_weights()
         scheduler.set_pause_state(PauseState.UNPAUSED)

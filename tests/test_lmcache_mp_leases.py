@@ -19,7 +19,7 @@ from lmcache_mp_server import CHUNK
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from waiting import wait_for
 
-from connectors.kv_names import WeightsVersion
+from connectors.kv_names import AdapterNames, WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.tier_mirror import MAX_AGE_S
@@ -58,6 +58,7 @@ def waiting_request(
         _connector_stats=SimpleNamespace(record_lookup=lambda _: None),
         _tiers=rig.tiers,
         _version=WeightsVersion(),
+        _adapters=AdapterNames(),
         _role=KVConnectorRole.SCHEDULER,
         _eager_prefetch=False,
         _loading=set(),
@@ -79,6 +80,8 @@ def waiting_request(
         mm_features=[],
         kv_transfer_params=None,
         skip_reading_prefix_cache=False,
+        lora_request=None,
+        block_hashes=[],
     )
     return connector, request
 
