@@ -38,9 +38,10 @@ def test_each_endpoint_says_whose_request_it_is_and_never_by_the_key(path: str) 
     assert not any(key in json.dumps([ann, bob]) for key in KEYS)
 
 
-def test_what_programs_do_is_told_to_who_has_a_key() -> None:
+@pytest.mark.parametrize(("keys", "answer"), [(KEYS[:1], 200), (KEYS, 403)])
+def test_what_programs_do_is_told_to_who_has_the_only_key(keys: list[str], answer: int) -> None:
     """vLLM's own authentication guards our routes, which are added when the application starts."""
-    served = app(KEYS)
+    served = app(keys)
     served.state.engine_client = SimpleNamespace(engine_core=SimpleNamespace(core_engines=[]))
 
     async def ask(key: str | None) -> int:
@@ -52,7 +53,7 @@ def test_what_programs_do_is_told_to_who_has_a_key() -> None:
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
                 return (await client.get("/v1/continuum/programs", headers=headers)).status_code
 
-    assert [asyncio.run(ask(key)) for key in (None, "other", KEYS[0])] == [401, 401, 200]
+    assert [asyncio.run(ask(key)) for key in (None, "other", KEYS[0])] == [401, 401, answer]
     assert sum(getattr(r, "path", "").startswith("/v1/continuum/") for r in served.router.routes) == 2
 
 

@@ -45,7 +45,7 @@ def answer(url: str, path: str) -> httpx.Response:
     response = get(url + path, os.environ.get("VLLM_API_KEY", ""))
     if response.status_code == httpx.codes.OK:
         return response
-    is_ours = response.status_code == httpx.codes.NOT_FOUND and "continuum.run_output_dir" in response.text
+    is_ours = response.is_client_error and "continuum.run_output_dir" in response.text
     why = response.json()["error"]["message"] if is_ours else WITHOUT.format(url=url, path=path)
     raise ServerError(f"{url}: {why}" if is_ours else why)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from functools import cache
 from hashlib import scrypt, sha256
+from typing import Any
 
 SECRET = "_CONTINUUM_KEY_SECRET"  # not a setting: the first process makes it, its API servers inherit it
 NO_KEY = "no key"  # vLLM asks for none at some paths: nobody is a tenant of its own by a key it made up
@@ -29,6 +30,14 @@ def share_secret() -> None:
 def secret() -> bytes:
     """A secret that all API servers of this start share, unknown to clients; 64 bytes."""
     return os.environ[SECRET].encode()
+
+
+def keys_of(application: Any) -> list[str]:
+    """The keys that vLLM's server asks for; []: none. Its AuthenticationMiddleware has them as `tokens`."""
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    asking = [each for each in application.user_middleware if each.cls is AuthenticationMiddleware]
+    return [key for each in asking for key in each.kwargs["tokens"]]
 
 
 def owner_of(authorization: str, keys: Iterable[str]) -> str:

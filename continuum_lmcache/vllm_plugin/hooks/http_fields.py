@@ -27,8 +27,6 @@ body: ContextVar[Mapping[str, Any]] = ContextVar("continuum_body", default={})  
 
 def install() -> None:
     """Wrap the application of this API server, once."""
-    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-
     api_keys.share_secret()
     stock = Starlette.__call__
 
@@ -39,10 +37,8 @@ def install() -> None:
         if scope["type"] in ("http", "websocket"):
             sent = Headers(scope=scope)
             headers.set({name: sent[name].strip() for name in HEADERS if name in sent})
-            for each in self.user_middleware:
-                if each.cls is AuthenticationMiddleware:
-                    said = sent.get("authorization", "")
-                    api_keys.owner.set(api_keys.owner_of(said, each.kwargs["tokens"]))
+            if keys := api_keys.keys_of(self):
+                api_keys.owner.set(api_keys.owner_of(sent.get("authorization", ""), keys))
         if program_release.is_asked(self, scope):
             return await program_release.answer(self, scope, receive, send)
         if scope["type"] != "http":

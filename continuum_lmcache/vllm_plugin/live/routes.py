@@ -19,8 +19,15 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from continuum_lmcache.vllm_plugin.hooks import api_keys
+
 PREFIX = "/v1/continuum/"
 NO_RECORDING = "this server keeps no recording: set continuum.run_output_dir (or RUN_OUTPUT_DIR) to a folder"
+
+SEVERAL_KEYS = (
+    "this server has several API keys, and this would tell each what the others' programs do: read the "
+    "recording in continuum.run_output_dir on the server"
+)
 
 
 def continuum_programs(engine_core: Any) -> str:
@@ -52,6 +59,8 @@ def add_to(application: Starlette) -> None:
 
 
 async def programs(request: Request) -> Response:
+    if len(api_keys.keys_of(request.app)) > 1:
+        return refusal(403, SEVERAL_KEYS)
     client = client_of(request)
     texts = [
         await client._call_utility_async(continuum_programs.__name__, engine=engine)
@@ -61,6 +70,8 @@ async def programs(request: Request) -> Response:
 
 
 async def recording(request: Request) -> Response:
+    if len(api_keys.keys_of(request.app)) > 1:
+        return refusal(403, SEVERAL_KEYS)
     client, rank = client_of(request), request.query_params.get("rank", "0")
     if not (rank.isascii() and rank.isdigit() and int(rank) < len(client.core_engines)):
         return refusal(400, f"rank is {rank!r:.80}; it must be a number below {len(client.core_engines)}")
