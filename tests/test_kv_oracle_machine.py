@@ -257,9 +257,11 @@ class Machine(RuleBasedStateMachine):
             if not scheduler.has_requests() and not self.bench._in_flight:
                 break
             self.run(1)
-        waits = (RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.WAITING)  # vLLM raises beside both
         session = scheduler.requests.get(self.session)
-        if session is None or session.status not in waits:
+        status = session.status if session is not None else None
+        held = scheduler.kv_cache_manager.get_blocks(self.session).blocks[0] if session is not None else ()
+        has_next_piece = status == RequestStatus.WAITING and held  # vLLM raises beside this one too
+        if status != RequestStatus.WAITING_FOR_STREAMING_REQ and not has_next_piece:
             assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
             self.bench.new_weights()
         scheduler.set_pause_state(PauseState.UNPAUSED)
