@@ -123,8 +123,7 @@ class Engine:
         budget = int(total_blocks * config.max_pinned_share)
         tenant_budget = int(budget * config.max_tenant_share)
         self.pins = PinTable(self.programs.records, budget, tenant_budget, config.max_ttl_s)
-        self._free_blocks: Callable[[], int] = lambda: 0  # of the GPU, in this step
-        self._renewal = PinRenewal(self.pins, self._retain_again)
+        self._renewal = PinRenewal(self.pins)
         self.load_policy = LoadPolicy(
             learned.rates, self.policy.to_load, lambda: (len(self.turns) - 1, self.kv_tokens)
         )
@@ -441,11 +440,11 @@ class Engine:
         ttl_s = min(found.ttl_s, config.max_ttl_s)
         return replace(found, ttl_s=ttl_s, reload_s=state.reload_s, policy=config.policy)
 
-    def _retain_again(self, pin: Pin, away_s: float) -> Retention:
+    def _retain_again(self, pin: Pin, away_s: float, free_blocks: int) -> Retention:
         """The policy's answer for a program that has been away so long."""
         is_overdue = self.programs.records[pin.program].stage is Stage.OVERDUE
         turn = pin.turn
-        state = self.state_of(turn.tool, turn.tenant, turn.residency, self._free_blocks())
+        state = self.state_of(turn.tool, turn.tenant, turn.residency, free_blocks)
         return self._retain(turn, replace(state, away_s=away_s, is_overdue=is_overdue))
 
     def program_released(self, now_s: float, name: ProgramId) -> list[Event]:
@@ -511,9 +510,12 @@ class Engine:
     def tick(self, now_s: float, step: Occupancy) -> list[Event]:
         """Start programs for which there is room; then, since a program that starts at once waits for no
         pin, set pins' deadlines again and end the due ones."""
+
+        def retain(pin: Pin, away_s: float) -> Retention:
+            return self._retain_again(pin, away_s, step.free_blocks())
+
         events = self._start_programs(now_s, step)
-        self._free_blocks = step.free_blocks
-        for pin in self._renewal.renew_due(now_s, self.is_memory_short):
+        for pin in self._renewal.renew_due(now_s, self.is_memory_short, retain):
             events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
         for program in self.pins.due(now_s) if self.pins.pinned else ():
             events += self._unpin(now_s, program, PinEnd.EXPIRED)
@@ -522,6 +524,7 @@ class Engine:
     def _start_programs(self, now_s: float, step: Occupancy) -> list[Event]:
         for program in self.programs.expire_away(now_s, may_have_ended=self.policy.admits):
             self.learned.gaps.add_lost(program.tool, program.tenant)
+        came, self.admission.came = self.admission.came, []
         if not self.admission.is_waited_for:
             return []
         is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share
@@ -534,11 +537,10 @@ class Engine:
             if first.held_for != start.reason:
                 first.held_for = start.reason
                 events.append(ProgramHeld(now_s, first.id, turn_of(first), start))
-            for program in self.admission.came:
+            for program in came:
                 if program.stage is Stage.IN_LINE and program is not first:
                     program.held_for = BEHIND.reason
                     events.append(ProgramHeld(now_s, program.id, turn_of(program), BEHIND, first.id))
-        self.admission.came.clear()
         return events
 
     def is_refresh_due(self, now_s: float) -> bool:

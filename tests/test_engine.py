@@ -176,6 +176,14 @@ def test_a_step_starts_programs_before_it_looks_at_pins() -> None:
     assert kinds(rig.tick()) == ["ProgramAdmitted", "PinReleased"] and not +rig.references
 
 
+def test_who_leaves_the_line_before_a_step_is_not_remembered() -> None:
+    rig = Rig()
+    for number in range(3):
+        rig.end(rig.arrive(f"p{number}", prompt(64, number)), is_end=False)
+        rig.tick()
+    assert not rig.engine.admission.came
+
+
 def test_a_program_is_overdue_after_its_call_and_active_again_once_it_is_back() -> None:
     rig = Rig()
     rig.turn("p", 64, this_tool=("bash",))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Pin, ProgramId, Retention
 
+RetainAgain = Callable[[Pin, float], Retention]  # the policy, asked again about a pin so many seconds later
 EVERY_S = 1.0  # between two looks at the memory, and between two decisions about a pin while it is not short
 """At most one decision a second and pin. Else memory that is short in every other step would decide about
 every pin each time, and a pin worth a few more milliseconds would wake an idle engine for each of them. While
@@ -21,12 +22,11 @@ class PinRenewal:
     """Sets pins' deadlines again, by their programs' gaps so far and the memory now."""
 
     pins: PinTable
-    retain: Callable[[Pin, float], Retention]  # the policy, asked again about a pin so many seconds later
     was_short: bool = False
     next_check_s: float = 0.0  # of the memory
     to_renew: deque[ProgramId] = field(default_factory=deque)  # TTLs of a time when memory was not short
 
-    def renew_due(self, now_s: float, is_memory_short: bool) -> list[Pin]:
+    def renew_due(self, now_s: float, is_memory_short: bool, retain: RetainAgain) -> list[Pin]:
         """Before pins expire: decide about due pins, and about all pins if memory has become short. Returns
         them with their new deadlines.
 
@@ -45,22 +45,25 @@ class PinRenewal:
             due = (pin for pin in pins.pinned.values() if pin.deadline_s <= now_s)
             for number, pin in enumerate([pin for pin in due if self._is_renewable(pin)]):
                 is_decided = number < DECISIONS_A_STEP
-                deadline_s = self._deadline_s(now_s, pin, is_memory_short) if is_decided else now_s + EVERY_S
+                deadline_s = (
+                    self._deadline_s(now_s, pin, is_memory_short, retain) if is_decided else now_s + EVERY_S
+                )
                 renewed.append(pins.renew(pin.program, deadline_s))
         while self.to_renew and len(renewed) < DECISIONS_A_STEP:
             found = pins.pinned.get(self.to_renew.popleft())
             if found is not None and self._is_renewable(found):
-                renewed.append(pins.renew(found.program, self._deadline_s(now_s, found, is_memory_short)))
+                deadline_s = self._deadline_s(now_s, found, is_memory_short, retain)
+                renewed.append(pins.renew(found.program, deadline_s))
         return renewed
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether the policy asked for it, and the program is away."""
         return pin.retention.asks_again and self.pins.programs[pin.program].turn is None
 
-    def _deadline_s(self, now_s: float, pin: Pin, is_memory_short: bool) -> float:
+    def _deadline_s(self, now_s: float, pin: Pin, is_memory_short: bool, retain: RetainAgain) -> float:
         """As if the pin began now, for a program that has been away this long."""
         away_s = now_s - pin.taken_s
-        ttl_s = self.retain(pin, away_s).ttl_s
+        ttl_s = retain(pin, away_s).ttl_s
         if ttl_s > 0 and not is_memory_short:
             ttl_s = max(ttl_s, EVERY_S)
         return now_s + max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
