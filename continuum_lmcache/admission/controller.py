@@ -18,7 +18,6 @@ from itertools import islice
 from typing import NamedTuple
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.policy.continuum import room_tokens
 from continuum_lmcache.policy.interface import EngineState, FirstInLine, Line, Places, Policy, Room
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
@@ -130,7 +129,7 @@ class AdmissionController:
     @property
     def headroom_tokens(self) -> float:
         """The largest forecast that fits beside all that have started; below 0 where they are too many."""
-        return room_tokens(self._room(False, 1.0), self._unnamed_tokens(math.inf))
+        return self._room(False, 1.0).free_tokens(self._unnamed_tokens(math.inf))
 
     def _room(self, idle: bool, prompt_share: float) -> Room:
         programs, capacity = self.programs, self.capacity

@@ -122,7 +122,7 @@ def may_start(first: FirstInLine, room: Room) -> Start:
     prompts take little of the time, one a step starts without room: what it evicts is computed again in time
     that no other turn needs. For one that fits never, waiting brings nothing.
     """
-    need_tokens, free_tokens = first.need_tokens, room_tokens(room, first.unnamed_tokens)
+    need_tokens, free_tokens = first.need_tokens, room.free_tokens(first.unnamed_tokens)
     fits_never = need_tokens > max(room.fits_tokens, room.tier_tokens)
     if room.is_idle:
         reason = "idle"
@@ -139,12 +139,6 @@ def may_start(first: FirstInLine, room: Room) -> Start:
     else:
         return Start(False, "no-room", need_tokens, free_tokens)
     return Start(True, reason, need_tokens, free_tokens)
-
-
-def room_tokens(room: Room, unnamed_tokens: int) -> float:
-    """The largest forecast that fits beside all that have started; below 0 where they are too many."""
-    of_started = max(room.fits_tokens, room.tier_tokens) - room.started_tokens
-    return min(of_started, room.fits_tokens - room.active_tokens) - room.head_tokens - unnamed_tokens
 
 
 # 4. Who gives the place up ----------------------------------------------------------

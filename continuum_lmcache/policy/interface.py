@@ -79,6 +79,14 @@ class Room(NamedTuple):
     prompt_share: float  # of the latest steps' time, 0 to 1; 1 while a turn is in the queue
     last: Place  # the latest answer about a place
 
+    def free_tokens(self, unnamed_tokens: int) -> float:
+        """The largest forecast that fits beside all that have started; below 0 where they are too many.
+
+        The active ones must fit the GPU, all started ones the GPU or a tier.
+        """
+        of_started = max(self.fits_tokens, self.tier_tokens) - self.started_tokens
+        return min(of_started, self.fits_tokens - self.active_tokens) - self.head_tokens - unnamed_tokens
+
 
 class Line(NamedTuple):
     """Who stands in the line, for the bound of waits."""
