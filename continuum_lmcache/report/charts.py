@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,6 +29,7 @@ STATES = {  # of a program: colour, width of the bar
     "pinned": ("#3c9d6d", 0.3),
 }
 PROGRAMS_SHOWN = 300
+Points = Mapping[str, Sequence[tuple[float, float]]]  # of a run's line in each picture: x, y
 ROW_PX = 16
 NAME_CHARS = 40
 
@@ -131,36 +132,27 @@ def curves(run: Recording) -> dict[str, list[tuple[float, int]]]:
 
 def over_time(runs: Sequence[Recording], labels: Sequence[str], until_s: float) -> go.Figure:
     """Turns that run, turns that wait, and pinned blocks: where memory is short, the second grows."""
-    found = [curves(run) for run in runs]
-    figure = make_subplots(rows=1, cols=len(found[0]), subplot_titles=list(found[0]))
-    for label, dash, run, levels in zip(labels, LINES, runs, found, strict=False):
-        colour = OURS if run.about["policy"] == "continuum" else OTHER
-        for column, points in enumerate(levels.values(), 1):
-            figure.add_scatter(
-                x=[at_s for at_s, _ in points],
-                y=[level for _, level in points],
-                name=plain(label),
-                showlegend=column == 1,
-                mode="lines",
-                line={"shape": "hv", "dash": dash, "color": colour},
-                row=1,
-                col=column,
-            )
+    figure = stairs(runs, labels, [curves(run) for run in runs])
     figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
     figure.update_yaxes(rangemode="tozero")
     return figure.update_layout(LAYOUT, title="Turns and pins over time", height=320, legend_y=1.12)
 
 
-def first_tokens(runs: Sequence[Recording], labels: Sequence[str]) -> go.Figure:
-    """The share of turns whose first token came within a time, for programs' first and later turns."""
-    waits = [first_tokens_s(run) for run in runs]
-    figure = make_subplots(rows=1, cols=len(waits[0]), subplot_titles=list(waits[0]))
-    for label, dash, run, found in zip(labels, LINES, runs, waits, strict=False):
+def shares(values_s: Sequence[float]) -> list[tuple[float, float]]:
+    """Each value with the share of all that are no larger, from 0."""
+    ordered = sorted(values_s)
+    return [(at_s, i / len(ordered)) for i, at_s in enumerate([*ordered[:1], *ordered])]
+
+
+def stairs(runs: Sequence[Recording], labels: Sequence[str], found: Sequence[Points]) -> go.Figure:
+    """A picture for each name in `found`, in which every run has a line of steps."""
+    figure = make_subplots(rows=1, cols=len(found[0]), subplot_titles=list(found[0]))
+    for label, dash, run, lines in zip(labels, LINES, runs, found, strict=False):
         colour = OURS if run.about["policy"] == "continuum" else OTHER
-        for column, values_s in enumerate(map(sorted, found.values()), 1):
+        for column, points in enumerate(lines.values(), 1):
             figure.add_scatter(
-                x=[*values_s[:1], *values_s],
-                y=[i / max(1, len(values_s)) for i in range(len(values_s) + 1)],
+                x=[x for x, _ in points],
+                y=[y for _, y in points],
                 name=plain(label),
                 showlegend=column == 1,
                 mode="lines",
@@ -168,6 +160,13 @@ def first_tokens(runs: Sequence[Recording], labels: Sequence[str]) -> go.Figure:
                 row=1,
                 col=column,
             )
+    return figure
+
+
+def first_tokens(runs: Sequence[Recording], labels: Sequence[str]) -> go.Figure:
+    """The share of turns whose first token came within a time, for programs' first and later turns."""
+    waits = [{name: shares(found_s) for name, found_s in first_tokens_s(run).items()} for run in runs]
+    figure = stairs(runs, labels, waits)
     figure.update_xaxes(title="seconds from arrival to first token", rangemode="tozero")
     figure.update_yaxes(range=[0, 1.02])
     return figure.update_layout(

@@ -67,9 +67,7 @@ class EventRecorder:
                 )
             case events.TurnPreempted():
                 self._add(event, "Request_evicted_from_running_queue_time", event.turn)
-            case events.TurnFinished(
-                retention=keep, place=place
-            ):  # the decision is recorded also if its TTL is 0
+            case events.TurnFinished(retention=keep, place=place):  # recorded also if the TTL is 0
                 self._add(
                     event,
                     "Request_departure_time",
