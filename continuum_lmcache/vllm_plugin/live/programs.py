@@ -9,10 +9,10 @@ import json
 import math
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.turns import Turn
@@ -26,12 +26,21 @@ SAME_RECORDING_S = 5.0  # it may be 100 MB
 Row = dict[str, Any]
 
 
+class Shown(NamedTuple):
+    """A program, and what it does."""
+
+    program: Program
+    turn: Turn | None  # None: it is in a tool call
+    state: str
+    place: int  # among the turns in this state, from 1
+
+
 class LivePrograms:
     """One engine's programs as rows, for other processes. Names are hashes, unless recordings have them."""
 
     def __init__(self, parts: EngineParts, clock: Callable[[], float]) -> None:
-        self._engine, self._store, self._blocks = engine, _, _ = parts.engine, parts.residency, parts.blocks
-        self._turns = engine.turns
+        self._engine, self._residency, self._blocks = parts.engine, parts.residency, parts.blocks
+        self._turns, self._pins = parts.engine.turns, parts.engine.pins
         self._files, self._clock = parts.files, clock
         recorder = parts.files.recorder
         self._name = recorder.name if recorder else partial(digest, salt=secrets.token_bytes(16))
@@ -43,16 +52,18 @@ class LivePrograms:
         """A JSON object: `programs`, a row each; `more` that are left out; `memory`."""
         now_s = self._clock()
         if now_s - self._said_s >= SAME_ANSWER_S:
-            rows = list(self.rows(now_s))
-            shown = {"programs": rows[:MOST_ROWS], "more": max(0, len(rows) - MOST_ROWS)}
-            self._said, self._said_s = json.dumps(shown | {"memory": self._memory()}), now_s
+            found = self._shown()
+            rows = [self._row(now_s, each) for each in found[:MOST_ROWS]]
+            shown = {"programs": rows, "more": len(found) - len(rows), "memory": self._memory()}
+            self._said, self._said_s = json.dumps(shown), now_s
         return self._said
 
     def save_recording(self) -> Future[str]:
         """Write the recording, in a thread; the result is its path, "" where none is kept."""
         now_s, saved = self._clock(), self._saved
         if saved is None or (saved.done() and now_s - self._saved_s >= SAME_RECORDING_S):
-            self._saved, self._saved_s = saved, _ = Future(), now_s
+            self._saved = saved = Future()
+            self._saved_s = now_s
             threading.Thread(target=self._save, args=(saved,), daemon=True).start()
         return saved
 
@@ -60,51 +71,56 @@ class LivePrograms:
         self._files.save()
         saved.set_result(str(self._files.recording_path or ""))
 
-    def rows(self, now_s: float) -> Iterator[Row]:
+    def _shown(self) -> list[Shown]:
         """The running programs, those that wait in the order in which they go on, those in a tool call."""
-        turns, programs, pins = self._turns, self._engine.programs, self._engine.pins
+        turns, programs = self._turns, self._engine.programs
         live = [turn for turn in turns.values() if not turn.program.is_one_turn]
+        running = [turn for turn in live if self._runs(turn)]
         queued = [turn for turn in live if not turn.in_line and not self._runs(turn)]
         queued.sort(key=lambda turn: self._engine.order(turn, turn.id in turns.preempted))
         lined = sorted(filter(lambda turn: turn.in_line, live), key=place_in_line)
-        for turn in live:
-            if self._runs(turn):
-                yield self._row(turn.program, "running", now_s - (turn.started_s or now_s))
-        for state, waiting in (("waiting", queued), ("in line", lined)):
-            for place, turn in enumerate(waiting, 1):
-                bound_s = turn.program.starts_by_s - now_s if turn.in_line else None
-                why = {
-                    "place": place,
-                    "starts_within_s": plain(bound_s),
-                    "refused_memory": turn.id in turns.refused_memory,
-                    "preempted": turn.id in turns.preempted,
-                }
-                yield self._row(turn.program, state, now_s - turn.arrival_s) | why
         away = {program.id: program for program in programs.away()}
-        away |= {name: programs.records[name] for name in pins.pinned}
-        for program in away.values():
-            if program.turn is None:
-                pin = pins.pinned.get(program.id)
-                left_s = max(0.0, pin.deadline_s - now_s) if pin is not None else None
-                since_s = now_s - (program.finished_s or program.seen_s)
-                row = self._row(program, "in a tool call", since_s)
-                has_place = program.stage is not Stage.YIELDED
-                yield row | {"tool": " ".join(program.tool[:1]), "pinned_s": left_s, "has_place": has_place}
+        away |= {name: programs.records[name] for name in self._pins.pinned}
+        states = (("running", running), ("waiting", queued), ("in line", lined))
+        return [
+            *(
+                Shown(turn.program, turn, s, place)
+                for s, found in states
+                for place, turn in enumerate(found, 1)
+            ),
+            *(Shown(program, None, "in a tool call", 0) for program in away.values() if program.turn is None),
+        ]
 
     def _runs(self, turn: Turn) -> bool:
         return turn.started_s is not None and turn.id not in self._turns.preempted
 
-    def _row(self, program: Program, state: str, for_s: float) -> Row:
+    def _row(self, now_s: float, shown: Shown) -> Row:
+        program, turn, state, place = shown
+        since_s, more = program.finished_s or program.seen_s, Row()
+        if turn is None:
+            pin = self._pins.pinned.get(program.id)
+            more["tool"] = " ".join(program.tool[:1])
+            more["pinned_s"] = max(0.0, pin.deadline_s - now_s) if pin is not None else None
+            more["has_place"] = program.stage is not Stage.YIELDED
+        elif state == "running":
+            since_s = turn.started_s or now_s
+        else:
+            since_s = turn.arrival_s
+            more["place"] = place
+            more["starts_within_s"] = plain(program.starts_by_s - now_s if turn.in_line else None)
+            more["refused_memory"] = turn.id in self._turns.refused_memory
+            more["preempted"] = turn.id in self._turns.preempted
         return {
             "program": self._name(program.id),
             "state": state,
-            "for_s": round(for_s, 3),
+            "for_s": round(now_s - since_s, 3),
             "turns": program.turns,
             "context_tokens": max(program.context_tokens, program.last_tokens),
+            **more,
         }
 
     def _memory(self) -> Row:
-        engine, store = self._engine, self._store.store
+        engine, store = self._engine, self._residency.store
         singles, running = engine.programs.in_stage[Stage.SINGLE], len(engine.programs.running_singles)
         return {
             "kv_tokens": engine.kv_tokens,
@@ -112,7 +128,7 @@ class LivePrograms:
             "free_blocks": self._blocks.free_count(),
             "pinned_blocks": engine.pins.pinned_blocks,
             "tier_tokens": {tier.value: tokens for tier, tokens in store.capacity_tokens().items()},
-            "tiers": self._store.mode,
+            "tiers": self._residency.mode,
             "tiers_up": store.is_up,
             "longest_wait_s": engine.admission.longest_wait_s,
             "unnamed_running": running,

@@ -54,13 +54,13 @@ def install() -> None:
 def add_to(application: Starlette) -> None:
     """In an API server: the routes, before it serves."""
     if not any(getattr(route, "path", "").startswith(PREFIX) for route in application.router.routes):
-        routes = [Route(PREFIX + "programs", programs), Route(PREFIX + "recording", recording)]
-        application.router.routes[:0] = routes
+        told = {"programs": programs, "recording": recording}
+        if len(api_keys.keys_of(application)) > 1:
+            told = dict.fromkeys(told, several_keys)
+        application.router.routes[:0] = [Route(PREFIX + name, endpoint) for name, endpoint in told.items()]
 
 
 async def programs(request: Request) -> Response:
-    if len(api_keys.keys_of(request.app)) > 1:
-        return refusal(403, SEVERAL_KEYS)
     client = client_of(request)
     texts = [
         await client._call_utility_async(continuum_programs.__name__, engine=engine)
@@ -70,8 +70,6 @@ async def programs(request: Request) -> Response:
 
 
 async def recording(request: Request) -> Response:
-    if len(api_keys.keys_of(request.app)) > 1:
-        return refusal(403, SEVERAL_KEYS)
     client, rank = client_of(request), request.query_params.get("rank", "0")
     if not (rank.isascii() and rank.isdigit() and int(rank) < len(client.core_engines)):
         return refusal(400, f"rank is {rank!r:.80}; it must be a number below {len(client.core_engines)}")
@@ -82,6 +80,10 @@ async def recording(request: Request) -> Response:
     if not Path(path).is_file():
         return refusal(404, "the recording is on another machine, where the engine runs")
     return FileResponse(path, media_type="application/json", filename=Path(path).name)
+
+
+async def several_keys(request: Request) -> Response:  # noqa: ARG001 (Starlette passes it)
+    return refusal(403, SEVERAL_KEYS)
 
 
 def client_of(request: Request) -> Any:
