@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
-from connectors.fake.config import FakeConfig
 from connectors.tier_model.lru_tier import ChunkName, Namer, chunk_names
+from connectors.tier_model.tier_spec import TierSpec
 from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
-from continuum_lmcache.config import require
+from continuum_lmcache.config import parsed, refuse_unknown, require
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import LoadSelector
 from continuum_lmcache.types import Tier, TurnId
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+PREFIX = "fake."
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConfig(TierSpec):
+    """`fake.*` keys of kv_connector_extra_config: the tiers, and a fault for tests."""
+
+    corrupt: bool = False  # load nothing, but report it as loaded: a test that still passes checks nothing
+
+    @classmethod
+    def load(cls, extra: Mapping[str, Any]) -> FakeConfig:
+        """From a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+        refuse_unknown(given, kinds, PREFIX, "kv_connector_extra_config")
+        return cls(**{k: parsed(PREFIX + k, value, kinds[k]) for k, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
