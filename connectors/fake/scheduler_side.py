@@ -16,7 +16,7 @@ from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
 from continuum_lmcache.config import parsed, refuse_unknown, require
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer
-from continuum_lmcache.reload.tier_store import LoadSelector
+from continuum_lmcache.reload.tier_store import LoadSelector, load_all
 from continuum_lmcache.types import Tier, TurnId
 
 PREFIX = "fake."
@@ -98,7 +98,7 @@ class FakeSchedulerSide:
             f"a multiple of the engine's blocks of {block_tokens} tokens: only whole blocks are moved",
         )
         self.tracked: dict[str, TrackedRequest] = {}
-        self.load_selector: LoadSelector | None = None  # None: load all that is found
+        self.load_selector: LoadSelector = load_all
         self._loads: list[LoadJob] = []
 
     @property
@@ -112,13 +112,11 @@ class FakeSchedulerSide:
         seen.block_ids, seen.is_stale = [], False  # it has none, or no longer
         held = self.store.locate(self.clock(), self._named(seen))
         # the last token is always computed, since the next one is sampled from it
-        found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
-        if found <= gpu_tokens or self.load_selector is None:
-            return max(0, found - gpu_tokens)
-        return self.load_selector(
-            TurnId(request.request_id),
-            residency_of_offer(held, gpu_tokens, found - gpu_tokens, request.num_tokens),
-        )
+        found = min(held.tokens, request.num_tokens - 1) - gpu_tokens
+        if found <= 0:
+            return 0
+        where = residency_of_offer(held, gpu_tokens, found, request.num_tokens)
+        return self.load_selector(TurnId(request.request_id), where)
 
     def on_alloc(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
         """The request got its blocks, and loads `load_tokens` of the offered tokens."""
@@ -128,7 +126,7 @@ class FakeSchedulerSide:
         seen.offered = False
         chunk_tokens, now_s = self.config.chunk_tokens, self.clock()
         held = self.store.locate(now_s, seen.names)
-        seen.stored_chunks = (held.dram_tokens + held.ssd_tokens) // chunk_tokens
+        seen.stored_chunks = held.tokens // chunk_tokens
         end_chunk = -(-(seen.gpu_tokens + load_tokens) // chunk_tokens)
         if end_chunk < seen.stored_chunks:  # the rest is computed, and stored to DRAM if it is not there
             seen.stored_chunks = max(held.dram_tokens // chunk_tokens, end_chunk)

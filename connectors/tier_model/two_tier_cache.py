@@ -116,7 +116,7 @@ class TwoTierCache:
     ) -> tuple[Sequence[ChunkName], Sequence[ChunkName]]:
         """Make what `locate` counts the most recently used, each tier's share tail first; returns both."""
         held, size = self.locate(now_s, names), self.spec.chunk_tokens
-        dram, end = held.dram_tokens // size, (held.dram_tokens + held.ssd_tokens) // size
+        dram, end = held.dram_tokens // size, held.tokens // size
         self.dram.touch(names[:dram])
         self.ssd.touch(names[dram:end])
         return names[:dram], names[dram:end]
