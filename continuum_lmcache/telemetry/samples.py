@@ -31,8 +31,7 @@ class MetricSamples:
 
     decisions: Counter[str] = field(default_factory=Counter)  # by the reason of the TTL, since the start
     places: Counter[str] = field(default_factory=Counter)  # starts, waits, and places kept, by reason
-    lost_returns: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
-    lost_tokens: Counter[str] = field(default_factory=Counter)
+    lost_tokens: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
@@ -52,9 +51,7 @@ class MetricSamples:
             case ProgramHeld(start=start):
                 self.places[f"held-{start.reason}"] += 1
             case PrefixLost(loss=loss):
-                label = f"{loss.cause.value}-{loss.third}-third"
-                self.lost_returns[label] += 1
-                self.lost_tokens[label] += loss.tokens
+                self.lost_tokens[f"{loss.cause.value}-{loss.third}-third"] += loss.tokens
 
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""

@@ -69,6 +69,5 @@ def totals_of(parts: EngineParts) -> Totals:
         "longest_wait_seconds": {"": engine.admission.longest_wait_s},
         "working_set_tokens": {"": programs.context_tokens},
         "gpu_capacity_tokens": {"": engine.kv_tokens},
-        "lost_returns": dict(samples.lost_returns),
         "lost_tokens": dict(samples.lost_tokens),
     }
