@@ -205,11 +205,6 @@ class ProgramTable:
         """The programs in a tool call that are expected back."""
         return [self.records[name] for until_s, name in self._away if self._is_away(until_s, name)]
 
-    def live_turn(self, name: ProgramId) -> TurnId | None:
-        """The program's turn that is here; None also for a program that is not known."""
-        program = self.records.get(name)
-        return None if program is None else program.turn
-
     def check(self) -> None:
         """Raise InvariantError unless each record is consistent and the sums are those of the records."""
         programs = self.records.values()

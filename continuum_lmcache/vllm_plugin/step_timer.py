@@ -35,14 +35,14 @@ class StepTimer:
 
     def __init__(self, rates: CalibratedCosts, residency: ResidencyLookup) -> None:
         self.prompt_time, self.step_times = PrefillShare(), StepTimes()
-        self._rates, self._store, self._times_loads = rates, residency.store, residency.times_loads
+        self._rates, self._store, self._knows_sources = rates, residency.store, residency.knows_sources
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for an untimed load
 
     def on_run(self, turn: Turn) -> None:
         """The step that was just scheduled has this turn, for the first time or again."""
-        if turn.loaded_tokens and not self._times_loads:
+        if turn.loaded_tokens and not self._knows_sources:
             self._untimed.add(turn.id)
 
     def on_schedule(

@@ -16,6 +16,7 @@ from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.telemetry.events import Event, EvictFirst, PinReleased, PinTaken, ProgramAdmitted
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
+from continuum_lmcache.vllm_plugin.memory.residency import add_sources
 from continuum_lmcache.vllm_plugin.requests import is_end_of_turn, new_turn
 
 
@@ -52,9 +53,9 @@ class TurnEvents:
 
     def _rekey(self, program: ProgramId) -> None:
         """The place of the program's turn in the queue has changed, also if it is preempted."""
-        turn = self._programs.live_turn(program)
-        if turn is not None:
-            self._turns.to_rekey.add(turn)
+        record = self._programs.records.get(program)
+        if record is not None and record.turn is not None:
+            self._turns.to_rekey.add(record.turn)
 
     def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
         """A step is about to be scheduled."""
@@ -91,10 +92,12 @@ class TurnEvents:
         if turn is None or turn.started_s is not None:
             return
         self._step_timer.on_run(turn)
-        served, program, uses_pin = self._residency.served_from(request, turn), turn.program, False
-        self._residency.count(served)
+        residency, program, uses_pin = self._residency, turn.program, False
+        served = residency.served_from(request, turn)
+        add_sources(residency.prompt_tokens, served, served.total_tokens)
         if not program.is_one_turn:
-            self._residency.count_returned(served, min(program.last_tokens, request.num_prompt_tokens))
+            returned_tokens = min(program.last_tokens, served.total_tokens)
+            add_sources(residency.returned_tokens, served, returned_tokens)
             pin = self._pins.pinned.get(program.id)
             uses_pin = pin is not None and self._blocks.is_used_by(request.request_id, pin.block_ids)
         self.carry_out(self._engine.turn_ran(now_s, turn, request, served, uses_pin))
