@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from continuum_lmcache.console.metrics_page import POLICY, MetricsPage
-from continuum_lmcache.telemetry.findings import Finding, error, note, warning
+from continuum_lmcache.telemetry.findings import Finding, counted, error, note, warning
 from continuum_lmcache.telemetry.samples import NO_PIN
 
 MEMORY_FULL = 0.9  # share of the KV blocks
@@ -226,10 +226,6 @@ def diagnose(page: MetricsPage) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(page)]
 
 
-def number(of: float, what: str) -> str:
-    return f"{of:,.0f} {what}{'s' * (round(of) != 1)}"
-
-
 def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str, str]:
     """Whether continuum would speed up agents on this stock server: yes, little, no, or too early to tell;
     and because of what. Counts are since `before` (None: the start); of two states the fuller one counts."""
@@ -241,15 +237,15 @@ def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str
     if turns < LEAST_TURNS:
         return (
             "too early to tell",
-            f"{number(turns, 'turn')} ended, and fewer than {LEAST_TURNS:.0f} say nothing",
+            f"{counted(turns, 'turn')} ended, and fewer than {LEAST_TURNS:.0f} say nothing",
         )
     usage = max(kv_usage(look) or 0.0 for look in looks)
     waiting = max(look.count(WAITING) for look in looks)
     queried = grown(QUERIED)
     found = sum(map(grown, FOUND)) / queried if queried else 0.0
     state = (
-        f"{usage:.0%} of the KV cache is in use, {number(waiting, 'turn')} waiting, "
-        f"{number(preempted, 'preemption')} for {number(turns, 'turn')}, and "
+        f"{usage:.0%} of the KV cache is in use, {counted(waiting, 'turn')} waiting, "
+        f"{counted(preempted, 'preemption')} for {counted(turns, 'turn')}, and "
         f"{found:.0%} of the prompt tokens were found in the caches"
     )
     is_short = (usage >= SHORT_OF_MEMORY and waiting >= 1) or preempted > PREEMPTION_SHARE * turns

@@ -34,3 +34,8 @@ note = partial(Finding, Severity.NOTE)
 def plain(value: Any) -> Any:
     """For `json.dumps(default=plain)`: an enum's value, a dataclass as an object."""
     return value.value if isinstance(value, Enum) else asdict(value)
+
+
+def counted(number: float, what: str) -> str:
+    """ "1 turn", "2 turns"."""
+    return f"{number:,.0f} {what}{'s' * (round(number) != 1)}"
