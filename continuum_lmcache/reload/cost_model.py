@@ -55,13 +55,12 @@ class ReloadCost:
     """PrefillReload of one prompt, in seconds, by its parts."""
 
     loaded_tokens: int  # how far loading pays, after the GPU's part
-    dram_s: float  # DRAM to GPU, of the part in DRAM
-    ssd_s: float  # disk to DRAM to GPU, of the part on disk
+    load_s: float  # DRAM to GPU, after disk to DRAM of the part on disk
     prefill_s: float  # what must be computed, in steps that all requests on the GPU share
 
     @property
     def total_s(self) -> float:
-        return self.dram_s + self.ssd_s + self.prefill_s
+        return self.load_s + self.prefill_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +127,11 @@ class CostModel:
 
     def load_cost(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
         """The cost of loading this much from each tier and computing the rest."""
-        ssd_bytes = ssd_tokens * self.kv_bytes_per_token
+        dram_bytes, ssd_bytes = dram_tokens * self.kv_bytes_per_token, ssd_tokens * self.kv_bytes_per_token
+        disk_s = self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes)
         there_tokens = where.gpu_tokens + dram_tokens + ssd_tokens
-        return ReloadCost(
-            loaded_tokens=dram_tokens + ssd_tokens,
-            dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
-            ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
-            prefill_s=self.prefill.seconds(where.total_tokens - there_tokens, there_tokens),
-        )
+        prefill_s = self.prefill.seconds(where.total_tokens - there_tokens, there_tokens)
+        return ReloadCost(dram_tokens + ssd_tokens, self.dram.seconds(dram_bytes) + disk_s, prefill_s)
 
 
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": TransferRate, "ssd": TransferRate}
