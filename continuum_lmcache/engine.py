@@ -137,7 +137,7 @@ class Engine:
             lambda: self.programs.growth.eta,
             self._shared_prefixes,
         )
-        self._linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
+        self.linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
         self._refresh_at_s = 0.0
 
     # a turn's life ---------------------------------------------------------
@@ -163,11 +163,6 @@ class Engine:
         self.turns.by_prompt[key] = new.id
         return events
 
-    @property
-    def unnamed_prompts(self) -> Mapping[str, int]:
-        """Prompts without a name: linked to a program's last turn, or first."""
-        return self._linker.unnamed
-
     def _program_of(self, new: NewTurn, prompt: HashedPrompt) -> tuple[ProgramId, ProgramLink | None] | None:
         """The program whose next turn the request is, and the turn that its prompt continues, if it is known.
 
@@ -189,8 +184,8 @@ class Engine:
             elif not last or (same and same + SLACK_BLOCKS >= len(last)):
                 program.strangers = 0
                 last_turn = program.linkable
-                return name, self._linker.take(prompt, last_turn) if last_turn is not None else None
-        link = self._linker.find_link(prompt, fields) if new.may_be_linked else None
+                return name, self.linker.take(prompt, last_turn) if last_turn is not None else None
+        link = self.linker.find_link(prompt, fields) if new.may_be_linked else None
         if link is not None:
             linked = self.programs.records.get(link.program)
             if linked is None or (linked.turn is None and linked.linkable is link.turn):
@@ -304,7 +299,7 @@ class Engine:
         prompt_tokens = prompt.num_prompt_tokens
         context_tokens = min(program.last_tokens, prompt_tokens)
         evicted = context_tokens - turn.gpu_tokens > SLACK_BLOCKS * self._hash_block_tokens
-        if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
+        if evicted and turn.id not in self.load_policy.declined:  # else less was loaded than was held
             self.learned.survival.on_return(program.residency, served, context_tokens)
         delay_s = now_s - turn.arrival_s
         if evicted and program.placed_s <= turn.arrival_s:  # else it waited for its place, not for memory
@@ -360,7 +355,7 @@ class Engine:
         if end.is_end:
             return self._end_program(now_s, turn, prompt, end)
         if turn.link is not None:
-            self._linker.put_back(turn.link)
+            self.linker.put_back(turn.link)
         return [self._end_without_pin(now_s, turn, end)]
 
     def _end_in_call(
@@ -491,7 +486,7 @@ class Engine:
     def _note_linkable(self, turn: Turn, prompt: HashedPrompt) -> LinkableTurn:
         """A prompt without a name, or with a shared one, may continue this turn."""
         program, tokens = turn.program, turn.link.tokens if turn.link is not None else 0
-        return self._linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
+        return self.linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
 
     def _evict_first(self, now_s: float, turn: Turn, prompt: HashedPrompt) -> EvictFirst:
         shared_tokens = self._shared_prefixes.head(prompt.block_hashes).tokens

@@ -85,10 +85,6 @@ class LinkableTurn:
         is longer, or the same again, whose answer its client may not have got."""
         return self.prompt_tokens < tokens or (self.prompt_tokens == tokens and not self.is_first)
 
-    def repeated_tokens(self, next_prompt_tokens: int) -> int:
-        """How much a next prompt of that length may repeat: all, or the prompt if the history shrank."""
-        return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class ProgramLink:
@@ -150,7 +146,8 @@ class PromptLinker:
     def take(self, request: HashedPrompt, turn: LinkableTurn) -> ProgramLink:
         """The prompt continues this turn, and no other prompt does."""
         self._forget(turn)
-        tokens = turn.repeated_tokens(len(request.all_token_ids))
+        has_grown = turn.context_tokens < len(request.all_token_ids)  # else it repeats the prompt at most
+        tokens = turn.context_tokens if has_grown else turn.prompt_tokens
         return ProgramLink(turn.program, turn.arrival_s, tokens, turn)
 
     def put_back(self, link: ProgramLink) -> None:

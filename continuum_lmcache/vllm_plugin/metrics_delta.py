@@ -48,7 +48,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "place_decisions": dict(samples.places),
         "ignored_fields": dict(parts.ignored),
         "new_weights": dict(parts.new_weights),
-        "unnamed_prompts": dict(engine.unnamed_prompts),
+        "unnamed_prompts": dict(engine.linker.unnamed),
         "pinned_blocks": {"": pins.pinned_blocks},
         "programs": {"": len(programs.records) - programs.one_turn},
         "tier_store_up": {"": float(residency.store.is_up)} if residency.has_tiers else {},

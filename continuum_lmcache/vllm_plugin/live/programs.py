@@ -78,7 +78,8 @@ class LivePrograms:
         running = [turn for turn in live if self._runs(turn)]
         queued = [turn for turn in live if not turn.in_line and not self._runs(turn)]
         queued.sort(key=lambda turn: self._engine.order(turn, turn.id in turns.preempted))
-        lined = sorted(filter(lambda turn: turn.in_line, live), key=place_in_line)
+        lined = [turn for turn in live if turn.in_line]
+        lined.sort(key=lambda turn: (turn.program.priority, turn.program.line_since_s))
         away = {program.id: program for program in programs.away()}
         away |= {name: programs.records[name] for name in self._pins.pinned}
         states = (("running", running), ("waiting", queued), ("in line", lined))
@@ -134,7 +135,3 @@ class LivePrograms:
             "unnamed_running": running,
             "unnamed_waiting": singles - running,
         }
-
-
-def place_in_line(turn: Turn) -> tuple[int, float]:
-    return turn.program.priority, turn.program.line_since_s
