@@ -67,8 +67,6 @@ RETRY_S = 1.0  # equal requests that come sooner after each other are n answers,
 
 @dataclass(frozen=True, slots=True)
 class NewTurn:
-    """A request that has arrived."""
-
     id: TurnId
     fields: ProgramFields
     namespace: str  # identity.namespace_of
@@ -98,8 +96,6 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """How a turn ended."""
-
     is_end: bool  # it did not fail, and its client did not leave
     context_tokens: int
     output_tokens: int
@@ -215,7 +211,6 @@ class Engine:
         return finished
 
     def _new_id(self, request: NewTurn | Turn) -> ProgramId:
-        """Of a program that is not named."""
         name = ProgramId(f"~{request.id}")
         while name in self.programs.records:  # its client has used the id before
             name = ProgramId(f"{name}~")
@@ -320,14 +315,12 @@ class Engine:
         return events + self._unpin(now_s, program.id, PinEnd.REUSED if uses_pin else PinEnd.DIVERGED)
 
     def turn_preempted(self, now_s: float, turn: Turn) -> list[Event]:
-        """The turn lost its memory and waits again."""
         if turn.program.is_one_turn:
             return []
         self.turns.preempted.add(turn.id)
         return [TurnPreempted(now_s, turn.program.id, turn.id)]
 
     def turn_resumed(self, now_s: float, turn: Turn, served: Residency) -> list[Event]:
-        """The preempted turn runs again."""
         self.turns.preempted.discard(turn.id)
         delay_s = now_s - turn.arrival_s
         return [TurnStarted(now_s, turn.program.id, turn.id, served, delay_s, resumed=True)]
@@ -456,7 +449,6 @@ class Engine:
         return events
 
     def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
-        """The turn ended, but not in a tool call."""
         self.programs.remove_turn(now_s, turn.program)
         self.pins.turn_stopped_waiting(turn.program.id)
         return self._finished(now_s, turn, end)
@@ -580,7 +572,6 @@ class Engine:
 
 
 def turn_of(program: Program) -> TurnId:
-    """The live turn of a program in the line."""
     if program.turn is None:
         raise InvariantError(f"program {program.id!r} is {program.stage.value} and has no turn")
     return program.turn

@@ -61,8 +61,6 @@ class Mover:
 def time_copies(
     mover: Mover, chunk_counts: list[int], budget: Budget, tick: Callable[[], None]
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of copies of this many chunks."""
-
     def move(way: str, chosen: list[int]) -> float:
         return timed(lambda: getattr(mover, way)(chosen))
 

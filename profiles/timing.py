@@ -12,7 +12,6 @@ P = TypeVar("P", bound=Hashable)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that the work takes."""
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s

@@ -49,8 +49,6 @@ class ChunkCopy:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """The load of one request."""
-
     request_id: str
     copies: tuple[ChunkCopy, ...]
     duration_s: float  # by the rates, with the wait for the link
@@ -180,7 +178,6 @@ class FakeSchedulerSide:
         return tuple(copies)
 
     def _stores_of(self, seen: TrackedRequest, scheduled_tokens: int) -> list[ChunkCopy]:
-        """Chunks that this step completes."""
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         end_chunk = end // self.config.chunk_tokens

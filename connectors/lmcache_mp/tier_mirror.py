@@ -44,7 +44,6 @@ class MpTierMirror:
         self.number = 0
 
     def apply_report(self, reply: ChangesReply) -> None:
-        """Apply an answer."""
         stored: tuple[set[bytes], set[bytes]] = (set(), set()) if reply.is_snapshot else self._stored
         for change in reply.changes:
             tier = stored[change.ssd]
@@ -99,7 +98,6 @@ class TierPoller:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the mirror is recent enough to be used."""
         return self._clock() - self._answered_s < MAX_AGE_S
 
     def start(self) -> None:

@@ -175,7 +175,6 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
             state.block_ids.clear()
 
     def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
-        """The names of the prefix's whole chunks."""
         step = self._group.hashes_per_chunk
         end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
         return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))

@@ -30,8 +30,6 @@ TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
 
 @dataclass(frozen=True, slots=True)
 class ActiveLoad:
-    """A running load."""
-
     dram: Sequence[ChunkName]  # moved from there, without those the GPU had
     ssd: Sequence[ChunkName]
     done_s: float  # when the last byte is on the GPU
@@ -187,5 +185,4 @@ class TwoTierCache:
 
 
 def _leading(names: Sequence[ChunkName], held: Collection[ChunkName]) -> int:
-    """How many of the first names are held."""
     return next((i for i, n in enumerate(names) if n not in held), len(names))

@@ -91,7 +91,6 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
 
 
 def verdict(errors: int, warnings: int, is_short: bool) -> str:
-    """One sentence for all findings."""
     if not errors and not warnings:
         return f"This deployment is advisable{': memory is short, so continuum helps' if is_short else ''}."
     counts = [counted(n, what) for n, what in ((errors, "error"), (warnings, "warning")) if n]

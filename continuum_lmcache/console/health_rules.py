@@ -41,7 +41,6 @@ def kv_usage(page: MetricsPage) -> float | None:
 
 
 def pinned_share(page: MetricsPage) -> float | None:
-    """The share of all engines' KV blocks that pins hold."""
     sizes = page.by("vllm:cache_config_info", "num_gpu_blocks")  # by size, the number of engines that have it
     blocks = sum(int(size) * engines for size, engines in sizes.items() if size.isdecimal())
     pinned = page.total("continuum_pinned_blocks")
@@ -70,7 +69,6 @@ def has_served_enough(page: MetricsPage) -> bool:
 
 
 def off(page: MetricsPage) -> Iterator[Finding]:
-    """The server runs without our scheduler."""
     if not policy(page):
         yield warning(
             OFF,
@@ -81,7 +79,6 @@ def off(page: MetricsPage) -> Iterator[Finding]:
 
 
 def store_down(page: MetricsPage) -> Iterator[Finding]:
-    """LMCache's server does not answer."""
     if min(page.values("continuum_tier_store_up"), default=1) < 1:
         yield error(
             "tier-store-down",
@@ -91,7 +88,6 @@ def store_down(page: MetricsPage) -> Iterator[Finding]:
 
 
 def disk_faults(page: MetricsPage) -> Iterator[Finding]:
-    """The disk below the GPU loses chunks, or takes none."""
     faults = page.by("continuum_tier_faults_total", "fault")
     if damaged := faults.get("damaged_chunk", 0.0):
         yield warning(
@@ -123,7 +119,6 @@ def low_batch(page: MetricsPage) -> Iterator[Finding]:
 
 
 def preempting(page: MetricsPage) -> Iterator[Finding]:
-    """Running turns lose their memory, and what they had computed."""
     preemptions, finished = page.count(PREEMPTIONS), page.count(FINISHED)
     if has_served_enough(page) and preemptions > PREEMPTION_SHARE * finished:
         yield warning(
@@ -134,7 +129,6 @@ def preempting(page: MetricsPage) -> Iterator[Finding]:
 
 
 def small_tier(page: MetricsPage) -> Iterator[Finding]:
-    """The largest tier holds less than the programs' contexts."""
     largest = max(page.by("continuum_tier_capacity_tokens", "tier").values(), default=None)
     contexts = page.count("continuum_working_set_tokens")
     if largest is not None and largest < contexts:
@@ -162,7 +156,6 @@ def lost_tokens(page: MetricsPage) -> dict[str, float]:
 
 
 def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
-    """Prompts differ from the turns before them, and what follows is computed again."""
     computed = prompt_tokens(page).get("none", 0.0)
     for third, remedy in REMEDIES.items():
         lost = lost_tokens(page).get(f"changed-{third}-third", 0.0)
@@ -176,7 +169,6 @@ def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
 
 
 def ignored(page: MetricsPage) -> Iterator[Finding]:
-    """Requests have fields that cannot be used."""
     if found := {name: n for name, n in page.by("continuum_ignored_fields_total", "field").items() if n}:
         listed = ", ".join(f"{name} in {n:,.0f}" for name, n in sorted(found.items()))
         yield note(
@@ -187,7 +179,6 @@ def ignored(page: MetricsPage) -> Iterator[Finding]:
 
 
 def never_linked(page: MetricsPage) -> Iterator[Finding]:
-    """No prompt without a name continues another."""
     prompts = page.by("continuum_unnamed_prompts_total", "outcome")
     if prompts.get("first", 0.0) >= LEAST_TURNS and not prompts.get("linked"):
         yield note(
@@ -199,7 +190,6 @@ def never_linked(page: MetricsPage) -> Iterator[Finding]:
 
 
 def new_weights(page: MetricsPage) -> Iterator[Finding]:
-    """Calls after which no KV of before is used again."""
     calls = {name: n for name, n in page.by("continuum_new_weights_total", "call").items() if n}
     if not calls:
         return

@@ -69,8 +69,6 @@ def tail_of(prompt: HashedPrompt, start: int, end: int) -> Tail:
 
 @dataclass(frozen=True, slots=True)
 class LinkableTurn:
-    """A finished turn that may be continued."""
-
     program: ProgramId
     arrival_s: float  # the program's
     prompt_tokens: int
@@ -88,15 +86,12 @@ class LinkableTurn:
 
 @dataclass(frozen=True, slots=True)
 class ProgramLink:
-    """A prompt continues a finished turn."""
-
     program: ProgramId
     arrival_s: float  # the program's
     tokens: int  # of the prompt that count as that turn's
     turn: LinkableTurn
 
     def is_repeat(self, prompt_tokens: int) -> bool:
-        """Whether the prompt is the turn's own again."""
         return self.turn.prompt_tokens == prompt_tokens
 
 
@@ -258,7 +253,6 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int
 
 
 def common_start(one: Tail, other: Tail) -> int:
-    """How many first tokens both have."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

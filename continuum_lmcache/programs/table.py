@@ -50,7 +50,6 @@ class ProgramTable:
     # a program's life ------------------------------------------------------
 
     def add(self, now_s: float, name: ProgramId, tenant: str, arrival_s: float, one_turn: bool) -> Program:
-        """The program's record, a new one if it has none."""
         program = self.records.get(name)
         if program is None:
             program = self.records[name] = Program(
@@ -105,7 +104,6 @@ class ProgramTable:
     def line_up(
         self, program: Program, prompt_tokens: int, priority: int, hashes: Sequence[Hashable]
     ) -> None:
-        """The turn waits until its program may start."""
         program.priority, program.prompt_hashes, program.left = priority, hashes, None
         program.held_for = ""
         program.context_tokens = prompt_tokens
@@ -164,7 +162,6 @@ class ProgramTable:
         return found
 
     def expect_again(self, program: Program) -> None:
-        """An overdue program goes on, here or elsewhere."""
         if program.stage is Stage.OVERDUE:
             self._untold_ends -= 1
             if program.counts_as_ended:
@@ -193,7 +190,6 @@ class ProgramTable:
 
     @property
     def started(self) -> int:
-        """How many programs have a place."""
         return self.in_stage[Stage.ACTIVE] + self.in_stage[Stage.AWAY]
 
     @property
@@ -202,7 +198,6 @@ class ProgramTable:
         return self._own_tokens + self.heads.tokens
 
     def away(self) -> list[Program]:
-        """The programs in a tool call that are expected back."""
         return [self.records[name] for until_s, name in self._away if self._is_away(until_s, name)]
 
     def check(self) -> None:

@@ -40,8 +40,6 @@ class PrefillCurve:
 
 @dataclass(frozen=True, slots=True)
 class TransferRate:
-    """How fast a tier is read."""
-
     bytes_per_s: float
     fixed_s: float  # once a load
     samples: int  # number of measurements; 0: assumed
@@ -75,7 +73,6 @@ class CostModel:
 
     @property
     def measured(self) -> bool:
-        """Whether every number was measured."""
         return min(self.prefill.samples, self.dram.samples, self.ssd.samples) > 0
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
@@ -146,7 +143,6 @@ def expected(chance: float, with_it_s: float, without_s: float) -> float:
 
 
 def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:
-    """One section of a profile, as its value."""
     given = profile.get(name)
     if not isinstance(given, Mapping):
         raise ProfileError(f"{where} has no section {name!r}; measure it with `continuum-lmcache measure`")
@@ -159,7 +155,6 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
 
 
 def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) -> float:
-    """A finite number that is at least `least`."""
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         raise ProfileError(f"{where}: {name} is {value!r}; it must be a finite number >= {least:g}")

@@ -37,8 +37,6 @@ class LoadReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """What to load of one prompt."""
-
     decision: LoadReason
     tokens: int  # after the GPU's tokens
     chosen_s: float = 0.0  # predicted time that all turns wait for the chosen option

@@ -82,7 +82,6 @@ class CalibratedCosts:
         self.pace = RateDrift(prior=prior(costs.prefill))
 
     def observe(self, moved: KVTransfer) -> None:
-        """Learn from one load."""
         is_plausible = moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf
         if not is_plausible or moved.tier not in self.drifts:
             return
@@ -157,5 +156,4 @@ class TierSurvival:
 
 
 def prior(rate: TransferRate | PrefillCurve) -> int:
-    """The weight of a profile's rate, in loads."""
     return PRIOR_LOADS if rate.samples else GUESS_LOADS

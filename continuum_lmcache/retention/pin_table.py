@@ -93,7 +93,6 @@ class PinTable:
         return pin
 
     def release(self, program: ProgramId, why: PinEnd) -> Pin | None:
-        """End the program's pin, if it has one."""
         pin = self.pinned.pop(program, None)
         if pin is None:
             return None
@@ -119,7 +118,6 @@ class PinTable:
 
     @property
     def pinned_blocks(self) -> int:
-        """How many blocks pins hold."""
         return len(self._blocks)
 
     def victims(self, program: ProgramId | None) -> list[Pin]:

@@ -35,7 +35,6 @@ class MetricSamples:
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Take what the metrics show of the event."""
         match event:
             case TurnArrived() if event.gap_s is not None:
                 self._add("tool_gap_seconds", "", event.gap_s)

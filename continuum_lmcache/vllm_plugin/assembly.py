@@ -44,8 +44,6 @@ logger = init_logger("vllm.continuum_lmcache")
 
 @dataclass
 class EngineParts:
-    """One engine's parts."""
-
     engine: Engine
     residency: ResidencyLookup
     blocks: GpuBlocks

@@ -23,8 +23,6 @@ LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is limited by other th
 
 
 class StepLaunch(NamedTuple):
-    """A step in flight."""
-
     at_s: float
     prompt_tokens: int
     decoded_each: float  # tokens of each decoding turn; 0: none decodes

@@ -58,7 +58,6 @@ class TurnEvents:
             self._turns.to_rekey.add(record.turn)
 
     def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
-        """A step is about to be scheduled."""
         occupancy = Occupancy(is_running, is_queued, prompt_share, self._blocks.free_count)
         self.carry_out(self._engine.tick(now_s, occupancy))
         if self._engine.is_refresh_due(now_s):
@@ -87,7 +86,6 @@ class TurnEvents:
             turn.loaded_tokens = min(turn.loaded_tokens, came)
 
     def ran(self, now_s: float, request: Request) -> None:
-        """The request was scheduled as a new one."""
         turn = self._turns.get(TurnId(request.request_id))
         if turn is None or turn.started_s is not None:
             return
@@ -103,7 +101,6 @@ class TurnEvents:
         self.carry_out(self._engine.turn_ran(now_s, turn, request, served, uses_pin))
 
     def preempted(self, now_s: float, turn_ids: Iterable[str]) -> None:
-        """Running requests lost their memory and wait again."""
         for turn in [self._turns[TurnId(i)] for i in turn_ids if i in self._turns]:
             self.carry_out(self._engine.turn_preempted(now_s, turn))
 
@@ -115,7 +112,6 @@ class TurnEvents:
             self.carry_out(self._engine.turn_resumed(now_s, turn, served))
 
     def ended(self, now_s: float, request: Request) -> None:
-        """The request is about to be freed."""
         turn = self._turns.drop(TurnId(request.request_id))
         if turn is not None:
             end = self._end_of(turn, request)
@@ -140,7 +136,6 @@ class TurnEvents:
         self.carry_out(self._engine.release_pins(now_s, programs, PinEnd.RECLAIMED))
 
     def released(self, now_s: float, program: ProgramId) -> None:
-        """The client of this program will send no more turns."""
         self.carry_out(self._engine.program_released(now_s, program))
 
     def release_all_pins(self, now_s: float) -> None:

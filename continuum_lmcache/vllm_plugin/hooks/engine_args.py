@@ -259,6 +259,5 @@ def prepare_connector(config: VllmConfig, waits: bool) -> None:
 
 
 def refuse(conflict: bool, reason: str) -> None:
-    """Raise ConfigError if there is a conflict."""
     if conflict:
         raise ConfigError(f"--scheduling-policy {POLICY}: {reason}")

@@ -85,7 +85,6 @@ METRICS = {
 
 
 def attach(stats: SchedulerStats, payload: MetricsPayload) -> SchedulerStats:
-    """The scheduler's stats with our metrics added."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: payload}
     return stats
 
@@ -120,7 +119,6 @@ def updater(key: str, label: str, engine: int) -> Callable[[float], None]:
 
 @cache  # Prometheus refuses a name twice
 def metrics() -> dict[str, Counter | Gauge | Histogram]:
-    """This process's metrics, by key."""
     return {
         key: kind(f"continuum_{key}", text, [*([label] if label else []), "engine"], **more)
         for key, (kind, text, label, more) in METRICS.items()

@@ -84,7 +84,6 @@ def add_owner(engine: Any) -> None:
 
 
 def set_owner(params: Any) -> None:
-    """Set the owner in a request's parameters."""
     if hasattr(params, "extra_args"):
         owner = {OWNER_FIELD: key} if (key := api_keys.owner.get()) else {}
         said = {k: v for k, v in (params.extra_args or {}).items() if k != OWNER_FIELD}

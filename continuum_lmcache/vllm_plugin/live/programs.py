@@ -27,8 +27,6 @@ Row = dict[str, Any]
 
 
 class Shown(NamedTuple):
-    """A program, and what it does."""
-
     program: Program
     turn: Turn | None  # None: it is in a tool call
     state: str
