@@ -7,10 +7,7 @@
 
 L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own load,
 other requests continue. A finished turn's blocks are freed when its stores have ended, pinned or not.
-
-With `--scheduling-policy continuum` it replaces LMCache's own `{"kv_connector": "LMCacheMPConnector", ...}`.
-With another policy use `"kv_connector": "ContinuumLMCacheMPConnector",
-"kv_connector_module_path": "connectors.lmcache_mp"`. docs/lmcache.md describes how the server is started.
+docs/lmcache.md describes how it is chosen, and how the server is started.
 """
 
 from __future__ import annotations
@@ -122,12 +119,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     # ---- scheduler: the core's TierStore
 
     def locate(self, prefix: Prefix) -> TierHit:
-        """What LMCache would load of this prefix now. Reads the mirror only; never waits.
-
-        The mirror is up to 0.1 s old, the polling interval. Chunks stored since then are missing in it. While
-        the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
-        a load reads from L2. Prompts with images have other keys, so nothing is found for them.
-        """
+        """What LMCache would load of this prefix now, by the mirror, which is up to POLL_S old. The answer
+        holds as long as L1 has room for what a load reads from L2. Prompts with images have other keys, so
+        nothing is found for them."""
         salt = self._version.salt(prefix.salt, self._adapters.of(cast("LoRARequest | None", prefix.adapter)))
         return self._tiers.locate(prefix.token_ids, salt, prefix.block_hashes)
 

@@ -4,8 +4,6 @@
     started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
 Requests without a name are neither: they have no place, and take room only while they run.
-
-No clock and no I/O: every event has its time as an argument. Pins: retention/pin_table.py.
 """
 
 from __future__ import annotations

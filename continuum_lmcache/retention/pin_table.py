@@ -1,7 +1,6 @@
 """Which programs' KV stays on the GPU, until when, and in which blocks: the one owner of pins.
 
-A pin begins in `take` and ends in `release`, and nowhere else. No clock and no I/O. Blocks are known by their
-ids; who calls `take` and `release` holds and frees them.
+A pin begins in `take` and ends in `release`, and nowhere else. Who calls them holds and frees its blocks.
 """
 
 from __future__ import annotations

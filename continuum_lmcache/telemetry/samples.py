@@ -1,7 +1,4 @@
-"""An engine's histogram samples since its last report.
-
-No clock; memory is bounded, also without reports.
-"""
+"""An engine's histogram samples since its last report, bounded also without reports."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.steps.prefill_share import PrefillShare
-from continuum_lmcache.steps.step_times import StepTimes
+from continuum_lmcache.steps.step_times import PrefillShare, StepTimes
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 
