@@ -1,4 +1,4 @@
-"""Reads a recording: what every program did and when. docs/recording.md has the format."""
+"""Reads a recording: what every program did and when. docs/report.md has the format."""
 
 from __future__ import annotations
 
