@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.config import ContinuumConfig
@@ -152,7 +153,9 @@ class Engine:
         elif (found := self._program_of(new, prompt)) is not None:
             name, link = found
         else:
-            self._add_one_turn(now_s, new, prompt)
+            program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
+            self.programs.add_turn(now_s, new.id, program)
+            self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
             return []
         events.append(self._add_turn(now_s, name, new, prompt, link))
         self.turns[new.id].prompt = key
@@ -215,12 +218,6 @@ class Engine:
         while name in self.programs.records:  # its client has used the id before
             name = ProgramId(f"{name}~")
         return name
-
-    def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> None:
-        """The request counts as a program that ends with it, and needs no place."""
-        program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
-        self.programs.add_turn(now_s, new.id, program)
-        self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
 
     def _add_turn(
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
@@ -428,11 +425,10 @@ class Engine:
         ttl_s = min(found.ttl_s, config.max_ttl_s)
         return replace(found, ttl_s=ttl_s, reload_s=state.reload_s, policy=config.policy)
 
-    def _retain_again(self, pin: Pin, away_s: float, free_blocks: int) -> Retention:
+    def _retain_again(self, step: Occupancy, pin: Pin, away_s: float) -> Retention:
         """The policy's answer for a program that has been away so long."""
-        is_overdue = self.programs.records[pin.program].stage is Stage.OVERDUE
-        turn = pin.turn
-        state = self.state_of(turn.tool, turn.tenant, turn.residency, free_blocks)
+        turn, is_overdue = pin.turn, self.programs.records[pin.program].stage is Stage.OVERDUE
+        state = self.state_of(turn.tool, turn.tenant, turn.residency, step.free_blocks())
         return self._retain(turn, replace(state, away_s=away_s, is_overdue=is_overdue))
 
     def program_released(self, now_s: float, name: ProgramId) -> list[Event]:
@@ -497,11 +493,8 @@ class Engine:
     def tick(self, now_s: float, step: Occupancy) -> list[Event]:
         """Start programs for which there is room; then, since a program that starts at once waits for no
         pin, set pins' deadlines again and end the due ones."""
-
-        def retain(pin: Pin, away_s: float) -> Retention:
-            return self._retain_again(pin, away_s, step.free_blocks())
-
         events = self._start_programs(now_s, step)
+        retain = partial(self._retain_again, step)
         for pin in self._renewal.renew_due(now_s, self.is_memory_short, retain):
             events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
         for program in self.pins.due(now_s) if self.pins.pinned else ():

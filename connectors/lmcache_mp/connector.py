@@ -178,7 +178,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             # vLLM would ask, and drop the answer, while LMCache would count what it found as computed, and
             # store blocks before they are computed
             return 0, False
-        if not tracker.is_declined:
+        if tracker.loads is not False:
             if self._leases.renew_if_old(request.request_id, tracker):
                 return None, True
             is_waiting = tracker.state == LMCacheMPRequestState.PREFETCHING
@@ -205,9 +205,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if self._leases.renew_if_old(request.request_id, tracker):
             return None, True  # an eager lookup's answer arrives late
         where = Residency(computed_tokens, found, 0, request.num_tokens)
-        if not (tracker.is_selected or self.load_selector(TurnId(request.request_id), where)):
+        if tracker.loads is None and not self.load_selector(TurnId(request.request_id), where):
             self._leases.release(request.request_id, tracker)  # it stays stored: LMCache need not do so again
-            tracker.num_lmcache_hit_tokens, tracker.is_declined = 0, True
+            tracker.num_lmcache_hit_tokens, tracker.loads = 0, False
             return 0, False
         return found, is_async
 
@@ -237,8 +237,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                 tracker.cache_salt, self._adapters.of(request.lora_request)
             )
             tracker.weights = self._version.number
-            tracker.is_declined = False  # it computes what it could load
-            tracker.is_selected = False  # the selector chose before the lookup
+            tracker.loads = None  # until the selector has chosen; False: it computes what it could load
             tracker.no_lookup = None  # else what the GPU had, and the mirror's number, when none was needed
         return tracker
 
@@ -276,7 +275,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if more_tokens > 0:
             where = residency_of_offer(stored, computed_tokens, more_tokens, request.num_tokens)
             chosen_tokens = self.load_selector(TurnId(request_id), where)
-            tracker.is_selected = True
+            tracker.loads = chosen_tokens > 0
             if 0 < chosen_tokens < more_tokens:  # of a lookup that was submitted LMCache submits no other
                 self.scheduler_adapter.maybe_submit_lookup_request(
                     request_id,
@@ -285,9 +284,8 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                     request_configs=tracker.request_configs,
                     reserve_last_token=self._reserve_last_token_for_lookup,
                 )
-            if chosen_tokens:
+            if tracker.loads:
                 return True
-            tracker.is_declined = True
         elif not self._poller.knows_all and 2 * computed_tokens < request.num_tokens:
             return True
         tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, stored.tokens  # not stored again
@@ -298,8 +296,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._leases.forget(request.request_id)
-        tracker = self.request_trackers[request.request_id]
-        tracker.is_declined = tracker.is_selected = False
+        self.request_trackers[request.request_id].loads = None
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:
