@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.config import ContinuumConfig
@@ -67,8 +68,6 @@ RETRY_S = 1.0  # equal requests that come sooner after each other are n answers,
 
 @dataclass(frozen=True, slots=True)
 class NewTurn:
-    """A request that has arrived."""
-
     id: TurnId
     fields: ProgramFields
     namespace: str  # identity.namespace_of
@@ -98,8 +97,6 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """How a turn ended."""
-
     is_end: bool  # it did not fail, and its client did not leave
     context_tokens: int
     output_tokens: int
@@ -137,7 +134,7 @@ class Engine:
             lambda: self.programs.growth.eta,
             self._shared_prefixes,
         )
-        self._linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
+        self.linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
         self._refresh_at_s = 0.0
 
     # a turn's life ---------------------------------------------------------
@@ -156,17 +153,14 @@ class Engine:
         elif (found := self._program_of(new, prompt)) is not None:
             name, link = found
         else:
-            self._add_one_turn(now_s, new, prompt)
+            program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
+            self.programs.add_turn(now_s, new.id, program)
+            self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
             return []
         events.append(self._add_turn(now_s, name, new, prompt, link))
         self.turns[new.id].prompt = key
         self.turns.by_prompt[key] = new.id
         return events
-
-    @property
-    def unnamed_prompts(self) -> Mapping[str, int]:
-        """Prompts without a name: linked to a program's last turn, or first."""
-        return self._linker.unnamed
 
     def _program_of(self, new: NewTurn, prompt: HashedPrompt) -> tuple[ProgramId, ProgramLink | None] | None:
         """The program whose next turn the request is, and the turn that its prompt continues, if it is known.
@@ -189,8 +183,8 @@ class Engine:
             elif not last or (same and same + SLACK_BLOCKS >= len(last)):
                 program.strangers = 0
                 last_turn = program.linkable
-                return name, self._linker.take(prompt, last_turn) if last_turn is not None else None
-        link = self._linker.find_link(prompt, fields) if new.may_be_linked else None
+                return name, self.linker.take(prompt, last_turn) if last_turn is not None else None
+        link = self.linker.find_link(prompt, fields) if new.may_be_linked else None
         if link is not None:
             linked = self.programs.records.get(link.program)
             if linked is None or (linked.turn is None and linked.linkable is link.turn):
@@ -220,17 +214,10 @@ class Engine:
         return finished
 
     def _new_id(self, request: NewTurn | Turn) -> ProgramId:
-        """Of a program that is not named."""
         name = ProgramId(f"~{request.id}")
         while name in self.programs.records:  # its client has used the id before
             name = ProgramId(f"{name}~")
         return name
-
-    def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> None:
-        """The request counts as a program that ends with it, and needs no place."""
-        program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
-        self.programs.add_turn(now_s, new.id, program)
-        self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
 
     def _add_turn(
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
@@ -304,7 +291,7 @@ class Engine:
         prompt_tokens = prompt.num_prompt_tokens
         context_tokens = min(program.last_tokens, prompt_tokens)
         evicted = context_tokens - turn.gpu_tokens > SLACK_BLOCKS * self._hash_block_tokens
-        if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
+        if evicted and turn.id not in self.load_policy.declined:  # else less was loaded than was held
             self.learned.survival.on_return(program.residency, served, context_tokens)
         delay_s = now_s - turn.arrival_s
         if evicted and program.placed_s <= turn.arrival_s:  # else it waited for its place, not for memory
@@ -325,14 +312,12 @@ class Engine:
         return events + self._unpin(now_s, program.id, PinEnd.REUSED if uses_pin else PinEnd.DIVERGED)
 
     def turn_preempted(self, now_s: float, turn: Turn) -> list[Event]:
-        """The turn lost its memory and waits again."""
         if turn.program.is_one_turn:
             return []
         self.turns.preempted.add(turn.id)
         return [TurnPreempted(now_s, turn.program.id, turn.id)]
 
     def turn_resumed(self, now_s: float, turn: Turn, served: Residency) -> list[Event]:
-        """The preempted turn runs again."""
         self.turns.preempted.discard(turn.id)
         delay_s = now_s - turn.arrival_s
         return [TurnStarted(now_s, turn.program.id, turn.id, served, delay_s, resumed=True)]
@@ -360,7 +345,7 @@ class Engine:
         if end.is_end:
             return self._end_program(now_s, turn, prompt, end)
         if turn.link is not None:
-            self._linker.put_back(turn.link)
+            self.linker.put_back(turn.link)
         return [self._end_without_pin(now_s, turn, end)]
 
     def _end_in_call(
@@ -440,11 +425,10 @@ class Engine:
         ttl_s = min(found.ttl_s, config.max_ttl_s)
         return replace(found, ttl_s=ttl_s, reload_s=state.reload_s, policy=config.policy)
 
-    def _retain_again(self, pin: Pin, away_s: float, free_blocks: int) -> Retention:
+    def _retain_again(self, step: Occupancy, pin: Pin, away_s: float) -> Retention:
         """The policy's answer for a program that has been away so long."""
-        is_overdue = self.programs.records[pin.program].stage is Stage.OVERDUE
-        turn = pin.turn
-        state = self.state_of(turn.tool, turn.tenant, turn.residency, free_blocks)
+        turn, is_overdue = pin.turn, self.programs.records[pin.program].stage is Stage.OVERDUE
+        state = self.state_of(turn.tool, turn.tenant, turn.residency, step.free_blocks())
         return self._retain(turn, replace(state, away_s=away_s, is_overdue=is_overdue))
 
     def program_released(self, now_s: float, name: ProgramId) -> list[Event]:
@@ -461,7 +445,6 @@ class Engine:
         return events
 
     def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
-        """The turn ended, but not in a tool call."""
         self.programs.remove_turn(now_s, turn.program)
         self.pins.turn_stopped_waiting(turn.program.id)
         return self._finished(now_s, turn, end)
@@ -491,7 +474,7 @@ class Engine:
     def _note_linkable(self, turn: Turn, prompt: HashedPrompt) -> LinkableTurn:
         """A prompt without a name, or with a shared one, may continue this turn."""
         program, tokens = turn.program, turn.link.tokens if turn.link is not None else 0
-        return self._linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
+        return self.linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
 
     def _evict_first(self, now_s: float, turn: Turn, prompt: HashedPrompt) -> EvictFirst:
         shared_tokens = self._shared_prefixes.head(prompt.block_hashes).tokens
@@ -510,11 +493,8 @@ class Engine:
     def tick(self, now_s: float, step: Occupancy) -> list[Event]:
         """Start programs for which there is room; then, since a program that starts at once waits for no
         pin, set pins' deadlines again and end the due ones."""
-
-        def retain(pin: Pin, away_s: float) -> Retention:
-            return self._retain_again(pin, away_s, step.free_blocks())
-
         events = self._start_programs(now_s, step)
+        retain = partial(self._retain_again, step)
         for pin in self._renewal.renew_due(now_s, self.is_memory_short, retain):
             events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
         for program in self.pins.due(now_s) if self.pins.pinned else ():
@@ -585,7 +565,6 @@ class Engine:
 
 
 def turn_of(program: Program) -> TurnId:
-    """The live turn of a program in the line."""
     if program.turn is None:
         raise InvariantError(f"program {program.id!r} is {program.stage.value} and has no turn")
     return program.turn

@@ -248,7 +248,7 @@ def main(
     ),
     sessions: Annotated[int, typer.Option(min=0, help="live at once; 0: past what the cache holds")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="0: the rules' hour with --dataset, else 40")] = 0,
-    trace: Annotated[Path | None, typer.Option(help="programs, as docs/recording.md has them")] = None,
+    trace: Annotated[Path | None, typer.Option(help="programs, as docs/report.md has them")] = None,
     dataset: Annotated[str, typer.Option(help="a public data set of the harness, in place of ours")] = "",
     url: Annotated[str, typer.Option(help="a running server, in place of the contenders")] = "",
     model: Annotated[str, typer.Option(help="--url: as it is served")] = "",

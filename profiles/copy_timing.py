@@ -6,16 +6,14 @@ buffer, and the scatter into scattered blocks beside it, as LMCache's own connec
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 
 import torch
 
 from profiles.engine_timing import KvShape
-from profiles.timing import Budget, in_turns, timed
+from profiles.timing import Budget, time_moves, timed
 
 POOL_BYTES = {"cpu": 2**28, "cuda": 2**30}  # on either side; larger than the caches, so that memory is timed
-Directed = tuple[str, int]  # ("load" | "store", chunks)
 
 
 class Mover:
@@ -62,13 +60,8 @@ class Mover:
 
 def time_copies(
     mover: Mover, chunk_counts: list[int], budget: Budget, tick: Callable[[], None]
-) -> dict[Directed, list[float]]:
-    """Seconds of loads and stores by number of chunks; other chunks each time."""
-    draw = random.Random(0)
-    points = [(way, n) for n in chunk_counts if n <= mover.chunks for way in ("load", "store")]
+) -> dict[tuple[str, int], list[float]]:
+    def move(way: str, chosen: list[int]) -> float:
+        return timed(lambda: getattr(mover, way)(chosen))
 
-    def run(point: Directed) -> float:
-        chosen = draw.sample(range(mover.chunks), point[1])
-        return timed(lambda: getattr(mover, point[0])(chosen))
-
-    return in_turns(points, run, budget, tick)
+    return time_moves(chunk_counts, mover.chunks, move, budget, tick)

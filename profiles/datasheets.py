@@ -98,7 +98,6 @@ def path_of(name: str) -> Path:
 
 
 def main() -> None:
-    """Write every card's profile."""
     for name in KV_TOKENS:
         path_of(name).write_text(yaml.safe_dump(derived(name), sort_keys=False, width=110))
         typer.echo(path_of(name).name)

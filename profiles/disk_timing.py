@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from profiles.timing import Budget, in_turns, timed
+from profiles.timing import Budget, time_moves, timed
 
 THREADS = 4  # LMCache's disk_io_threads
 ALIGNMENT_BYTES = 4096
@@ -76,18 +76,14 @@ class Files:
 def time_disk(
     files: Files, chunk_counts: list[int], budget: Budget, tick: Callable[[], None]
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of loads and stores of this many chunks at once."""
-    draw = random.Random(0)
+    """Seconds of reads and writes of this many chunks at once."""
     files.write(list(range(files.count)))
-    points = [(way, n) for n in chunk_counts if n <= files.count for way in ("load", "store")]
 
-    def run(point: tuple[str, int]) -> float:
-        chosen = draw.sample(range(files.count), point[1])
+    def move(way: str, chosen: list[int]) -> float:
         files.drop(chosen)
-        move = files.read if point[0] == "load" else files.write
-        return timed(lambda: move(chosen))
+        return timed(lambda: (files.read if way == "load" else files.write)(chosen))
 
-    return in_turns(points, run, budget, tick)
+    return time_moves(chunk_counts, files.count, move, budget, tick)
 
 
 @contextlib.contextmanager

@@ -28,8 +28,6 @@ DECODE_TOKENS = 100_000  # a decoding request does not end by itself
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The memory layout of one token's KV."""
-
     layers: int
     bytes_per_token: int  # of all layers
     block_tokens: int
@@ -89,7 +87,6 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """The capacity of the engine's KV cache."""
         cache = self._engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 

@@ -144,7 +144,6 @@ def main(
 
 
 def verdict(profile: dict[str, Any]) -> str:
-    """The most important results."""
     origin = profile["provenance"]
     lines = [f"prefill: {1 / profile['prefill']['per_token_s']:.0f} tokens/s at no context"]
     lines[0] += f", R2 {origin['prefill_fit']['r2']:.3f}"

@@ -16,8 +16,6 @@ Timings = dict[Any, list[float]]  # seconds of each repetition
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All timings of one run."""
-
     shape: KvShape
     chunk_tokens: int  # LMCache's
     prefill: Timings  # by (tokens, context tokens)
@@ -68,7 +66,6 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
 
 
 def section(fit: Fit, timings: Timings) -> dict[str, float]:
-    """A curve's section of the profile."""
     terms = {name: rounded(value) for name, value in fit.terms.items()}
     return {**terms, "samples": sum(map(len, timings.values()))}
 
@@ -78,7 +75,6 @@ def medians(timings: Timings) -> dict[Any, float]:
 
 
 def points(timings: Timings, *names: str) -> dict[str, Any]:
-    """Every point that was timed."""
     rows = [
         dict(zip(names, point, strict=True))
         | {"median_s": rounded(median(samples)), "min_s": rounded(min(samples))}

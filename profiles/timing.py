@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
@@ -11,7 +12,6 @@ P = TypeVar("P", bound=Hashable)
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that the work takes."""
     began_s = time.perf_counter()
     work()
     return time.perf_counter() - began_s
@@ -52,6 +52,20 @@ def in_turns(
                 taken.setdefault(point, []).append(took_s)
             tick()
     return taken
+
+
+def time_moves(
+    chunk_counts: Iterable[int],
+    most: int,
+    move: Callable[[str, list[int]], float],
+    budget: Budget,
+    tick: Callable[[], None],
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds of loads and stores by number of chunks. `move`: ("load" | "store", which of `most` chunks),
+    other ones each time."""
+    draw = random.Random(0)
+    points = [(way, n) for n in chunk_counts if n <= most for way in ("load", "store")]
+    return in_turns(points, lambda at: move(at[0], draw.sample(range(most), at[1])), budget, tick)
 
 
 def rounded(value: float) -> float:

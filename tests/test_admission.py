@@ -15,7 +15,7 @@ from continuum_lmcache.policy.continuum import BUSY_SHARE, SLICE_RELOADS, SLICE_
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.program import STANDING_KEPT_S, Stage
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
-from continuum_lmcache.steps.prefill_share import PrefillShare
+from continuum_lmcache.steps.step_times import PrefillShare
 from continuum_lmcache.types import ProgramId
 
 A, B, C = (ProgramId(name) for name in "abc")

@@ -17,8 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.engine import REFRESH_S
 from continuum_lmcache.policy import continuum
-from continuum_lmcache.steps.prefill_share import PrefillShare
-from continuum_lmcache.steps.step_times import StepTimes
+from continuum_lmcache.steps.step_times import PrefillShare, StepTimes
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler

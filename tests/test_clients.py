@@ -138,10 +138,10 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
 
 
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:
-    bench.engine._linker._hinted.most = 20
+    bench.engine.linker._hinted.most = 20
     for i in range(100):
         bench.turn(None, [*range(i, i + 40)], 2, **{HINT_FIELD: f"key {i}"})
-    assert len(bench.engine._linker._hinted) <= 20
+    assert len(bench.engine.linker._hinted) <= 20
 
 
 # unchanged requests ----------------------------------------------------------

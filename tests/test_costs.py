@@ -48,14 +48,14 @@ def test_each_stretch_costs_what_its_tier_costs():
     """
     cost = cheapest(SLOW_GPU, Residency(20, 30, 10, 64))
     assert cost.loaded_tokens == 40
-    assert (cost.dram_s, cost.ssd_s, cost.prefill_s) == pytest.approx((3.5, 7.5, 6.48))
+    assert (cost.load_s, cost.prefill_s) == pytest.approx((3.5 + 7.5, 6.48))
     assert cost.total_s == pytest.approx(17.48)
 
 
 def test_loading_stops_at_the_tier_where_computing_is_cheaper():
     """One token on a disk that takes 1 s to start: computing it after 50 takes 1.505 s, loading 2.1 s."""
     cost = cheapest(SLOW_GPU, Residency(20, 30, 1, 51))
-    assert (cost.loaded_tokens, cost.ssd_s) == (30, 0.0)
+    assert (cost.loaded_tokens, cost.load_s) == (30, 3.5)
     assert cost.total_s == pytest.approx(3.5 + 1.505)
 
 

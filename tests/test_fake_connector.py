@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from connectors.fake.config import FakeConfig
-from connectors.fake.scheduler_side import FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeConfig, FakeSchedulerSide
 from connectors.tier_model.lru_tier import chunk_names
 
 

@@ -12,8 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from connectors.fake.config import FakeConfig
-from connectors.fake.scheduler_side import FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeConfig, FakeSchedulerSide
 from connectors.tier_model.lru_tier import chunk_names
 from connectors.tier_model.tier_spec import GB, TierSpec
 from connectors.tier_model.two_tier_cache import TwoTierCache

@@ -93,8 +93,8 @@ def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
     engine = bench.engine
     assert len(engine.programs.records) <= 50 + 11  # looked at every 10 s
     assert not engine.turns and not engine.turns.to_rekey
-    assert len(engine._linker._turns) <= 50 and all(
-        len(tails) <= MAX_TAILS for tails in engine._linker._turns.values()
+    assert len(engine.linker._turns) <= 50 and all(
+        len(tails) <= MAX_TAILS for tails in engine.linker._turns.values()
     )
     assert len(engine.pins._deadlines) <= 61
 

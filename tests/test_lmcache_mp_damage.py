@@ -104,7 +104,7 @@ def test_a_damaged_chunk_is_a_miss_that_is_counted_named_and_stored_anew(
     hits = [found_of(rig, each) for each in PROMPTS[:2]]
     assert sum(hits) < 6 * CHUNK
     rig.follower.poll()
-    assert rig.tiers.faults["damaged_chunk"] >= 1 and rig.tiers.faults["failed_store"] == 0
+    assert rig.follower.faults["damaged_chunk"] >= 1 and rig.follower.faults["failed_store"] == 0
     assert any(first.name in line and "damaged" in line for line in said)
     assert [line for line in warned if "damaged chunk" in line]
     rig.settle()
@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_makes_the_tier_smaller_and_its_failed_stores_are_co
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     rig.run(PROMPTS[1])
     rig.settle()
-    assert rig.tiers.faults["failed_store"] == 3 and any("No space left" in line for line in said)
+    assert rig.follower.faults["failed_store"] == 3 and any("No space left" in line for line in said)
     held = rig.tiers.capacity_tokens()
     assert held[Tier.DRAM] == before[Tier.DRAM]
     assert held[Tier.SSD] == 3 * CHUNK < before[Tier.SSD]

@@ -57,6 +57,7 @@ def waiting_request(
         _hit_alignment_tokens=CHUNK,
         _connector_stats=SimpleNamespace(record_lookup=lambda _: None),
         _tiers=rig.tiers,
+        _poller=rig.follower,
         _version=WeightsVersion(),
         _adapters=AdapterNames(),
         _role=KVConnectorRole.SCHEDULER,
@@ -65,7 +66,6 @@ def waiting_request(
         _ended_while_loading=set(),
         _found={},
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
-        _load_selector=None,
     )
     request = SimpleNamespace(
         request_id="waits",

@@ -11,7 +11,7 @@ and executes each step's metadata. FakeConfig lists the settings.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -21,20 +21,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
-from connectors.fake.config import FakeConfig
-from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeConfig, FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import Namer, chunk_names
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Tier
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 
 class FakeConnector(TierStore, KVConnectorBase_V1):
@@ -63,12 +60,10 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
     # TierStore, in the scheduler
 
     def locate(self, prefix: Prefix) -> TierHit:
-        """What a load of this prefix would return now (continuum_lmcache.reload.tier_store.TierStore)."""
         names = self.namer(prefix.token_ids, self.config.chunk_tokens, prefix.salt, ())
         return self.scheduler_side.store.locate(self.scheduler_side.clock(), names)
 
     def set_load_selector(self, select: LoadSelector) -> None:
-        """Load at most what `select` returns (continuum_lmcache.reload.tier_store.TierStore)."""
         self.scheduler_side.load_selector = select
 
     def transfers(self) -> list[KVTransfer]:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
 
-from connectors.fake.config import FakeConfig
 from connectors.tier_model.lru_tier import ChunkName, Namer, chunk_names
+from connectors.tier_model.tier_spec import TierSpec
 from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
-from continuum_lmcache.config import require
+from continuum_lmcache.config import parsed, refuse_unknown, require
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer
-from continuum_lmcache.reload.tier_store import LoadSelector
+from continuum_lmcache.reload.tier_store import LoadSelector, load_all
 from continuum_lmcache.types import Tier, TurnId
 
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
+PREFIX = "fake."
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConfig(TierSpec):
+    """`fake.*` keys of kv_connector_extra_config: the tiers, and a fault for tests."""
+
+    corrupt: bool = False  # load nothing, but report it as loaded: a test that still passes checks nothing
+
+    @classmethod
+    def load(cls, extra: Mapping[str, Any]) -> FakeConfig:
+        """From a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
+        kinds = {f.name: str(f.type) for f in fields(cls)}
+        given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+        refuse_unknown(given, kinds, PREFIX, "kv_connector_extra_config")
+        return cls(**{k: parsed(PREFIX + k, value, kinds[k]) for k, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +49,6 @@ class ChunkCopy:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """The load of one request."""
-
     request_id: str
     copies: tuple[ChunkCopy, ...]
     duration_s: float  # by the rates, with the wait for the link
@@ -83,7 +96,7 @@ class FakeSchedulerSide:
             f"a multiple of the engine's blocks of {block_tokens} tokens: only whole blocks are moved",
         )
         self.tracked: dict[str, TrackedRequest] = {}
-        self.load_selector: LoadSelector | None = None  # None: load all that is found
+        self.load_selector: LoadSelector = load_all
         self._loads: list[LoadJob] = []
 
     @property
@@ -97,13 +110,11 @@ class FakeSchedulerSide:
         seen.block_ids, seen.is_stale = [], False  # it has none, or no longer
         held = self.store.locate(self.clock(), self._named(seen))
         # the last token is always computed, since the next one is sampled from it
-        found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
-        if found <= gpu_tokens or self.load_selector is None:
-            return max(0, found - gpu_tokens)
-        return self.load_selector(
-            TurnId(request.request_id),
-            residency_of_offer(held, gpu_tokens, found - gpu_tokens, request.num_tokens),
-        )
+        found = min(held.tokens, request.num_tokens - 1) - gpu_tokens
+        if found <= 0:
+            return 0
+        where = residency_of_offer(held, gpu_tokens, found, request.num_tokens)
+        return self.load_selector(TurnId(request.request_id), where)
 
     def on_alloc(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
         """The request got its blocks, and loads `load_tokens` of the offered tokens."""
@@ -113,7 +124,7 @@ class FakeSchedulerSide:
         seen.offered = False
         chunk_tokens, now_s = self.config.chunk_tokens, self.clock()
         held = self.store.locate(now_s, seen.names)
-        seen.stored_chunks = (held.dram_tokens + held.ssd_tokens) // chunk_tokens
+        seen.stored_chunks = held.tokens // chunk_tokens
         end_chunk = -(-(seen.gpu_tokens + load_tokens) // chunk_tokens)
         if end_chunk < seen.stored_chunks:  # the rest is computed, and stored to DRAM if it is not there
             seen.stored_chunks = max(held.dram_tokens // chunk_tokens, end_chunk)
@@ -167,7 +178,6 @@ class FakeSchedulerSide:
         return tuple(copies)
 
     def _stores_of(self, seen: TrackedRequest, scheduled_tokens: int) -> list[ChunkCopy]:
-        """Chunks that this step completes."""
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         end_chunk = end // self.config.chunk_tokens

@@ -43,18 +43,15 @@ class FakeWorkerSide:
             self.loading[job.request_id] = time.monotonic() + job.duration_s
 
     def store(self, copies: Iterable[ChunkCopy]) -> None:
-        """Keep a copy of the GPU's blocks."""
         for copy in copies:
             index = torch.tensor(copy.block_ids)
             self.chunks[copy.name] = [kv.index_select(0, index.to(kv.device)).cpu() for kv in self.layers]
 
     def drop(self, names: Iterable[ChunkName]) -> None:
-        """Delete chunks that no tier has any more."""
         for name in names:
             self.chunks.pop(name, None)
 
     def take_loaded(self) -> set[str]:
-        """Requests whose load has ended."""
         now_s = time.monotonic()
         done = {r for r, done_s in self.loading.items() if done_s <= now_s}
         for request_id in done:

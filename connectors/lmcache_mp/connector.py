@@ -7,10 +7,7 @@
 
 L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own load,
 other requests continue. A finished turn's blocks are freed when its stores have ended, pinned or not.
-
-With `--scheduling-policy continuum` it replaces LMCache's own `{"kv_connector": "LMCacheMPConnector", ...}`.
-With another policy use `"kv_connector": "ContinuumLMCacheMPConnector",
-"kv_connector_module_path": "connectors.lmcache_mp"`. docs/lmcache.md describes how the server is started.
+docs/lmcache.md describes how it is chosen, and how the server is started.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ from connectors.request_params import drop_invalid
 from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.load_policy import residency_of_offer
-from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, LoadSelector, Prefix, TierHit, TierStore
+from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
 
 
@@ -113,7 +110,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._version, self._adapters = WeightsVersion(), AdapterNames()
         self._found: dict[str, TierHit] = {}
-        self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
@@ -123,12 +119,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     # ---- scheduler: the core's TierStore
 
     def locate(self, prefix: Prefix) -> TierHit:
-        """What LMCache would load of this prefix now. Reads the mirror only; never waits.
-
-        The mirror is up to 0.1 s old, the polling interval. Chunks stored since then are missing in it. While
-        the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
-        a load reads from L2. Prompts with images have other keys, so nothing is found for them.
-        """
+        """What LMCache would load of this prefix now, by the mirror, which is up to POLL_S old. The answer
+        holds as long as L1 has room for what a load reads from L2. Prompts with images have other keys, so
+        nothing is found for them."""
         salt = self._version.salt(prefix.salt, self._adapters.of(cast("LoRARequest | None", prefix.adapter)))
         return self._tiers.locate(prefix.token_ids, salt, prefix.block_hashes)
 
@@ -142,19 +135,11 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
 
     def faults(self) -> Mapping[str, int]:
         """Of the server's disk."""
-        return self._tiers.faults
+        return self._poller.faults
 
     def hit_at_lookup(self, request_id: str) -> TierHit | None:
         """Where the request's KV was at its first lookup, before L2's part was read into L1."""
         return self._found.get(request_id)
-
-    def set_load_selector(self, select: LoadSelector) -> None:
-        """Look up no more of a prompt than `select` returns (reload/tier_store.py: TierStore).
-
-        `select` is called before the lookup, by the mirror: before it answers one, the server has read L2's
-        part into L1. What a lookup finds that the mirror did not know is loaded as a whole or not at all.
-        """
-        self._load_selector = select
 
     @property
     def is_up(self) -> bool:
@@ -193,32 +178,37 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             # vLLM would ask, and drop the answer, while LMCache would count what it found as computed, and
             # store blocks before they are computed
             return 0, False
-        if tracker.is_declined:
-            # the GPU may hold more now than when the load was declined; LMCache counts from this number
-            align = self._hit_alignment_tokens
-            tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
-            return 0, False
-        if self._leases.renew_if_old(request.request_id, tracker):
-            return None, True
-        has_asked = tracker.state != LMCacheMPRequestState.PREFETCHING or self._leases.has_lookup(
-            request.request_id
-        )
-        if not has_asked and not self._needs_lookup(request, tracker, num_computed_tokens):
-            return 0, False
+        if tracker.loads is not False:
+            if self._leases.renew_if_old(request.request_id, tracker):
+                return None, True
+            is_waiting = tracker.state == LMCacheMPRequestState.PREFETCHING
+            has_asked = not is_waiting or self._leases.has_lookup(request.request_id)
+            if has_asked or self._needs_lookup(request, tracker, num_computed_tokens):
+                return self._asked(request, tracker, num_computed_tokens)
+        # the GPU may hold more now than before; LMCache counts from this number
+        align = self._hit_alignment_tokens
+        tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
+        return 0, False
+
+    def _asked(self, request: Request, tracker: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """LMCache's answer, for which it submits the lookup if that was not done. What it finds beyond the
+        mirror is loaded as a whole or not at all."""
         tracker.no_lookup = None
         self._note_lookup(request, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
             # tokens as computed, and stores their blocks before they are computed
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found and self._leases.renew_if_old(request.request_id, tracker):
+        found, is_async = super().get_num_new_matched_tokens(request, computed_tokens)
+        if not found:
+            return found, is_async
+        if self._leases.renew_if_old(request.request_id, tracker):
             return None, True  # an eager lookup's answer arrives late
-        if found and self._load_selector is not None and not tracker.is_selected:
-            where = Residency(num_computed_tokens, found, 0, request.num_tokens)
-            if not self._load_selector(TurnId(request.request_id), where):
-                self._decline(request.request_id, tracker)
-                return 0, False
+        where = Residency(computed_tokens, found, 0, request.num_tokens)
+        if tracker.loads is None and not self.load_selector(TurnId(request.request_id), where):
+            self._leases.release(request.request_id, tracker)  # it stays stored: LMCache need not do so again
+            tracker.num_lmcache_hit_tokens, tracker.loads = 0, False
+            return 0, False
         return found, is_async
 
     def reset_cache(self) -> bool | None:
@@ -247,8 +237,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                 tracker.cache_salt, self._adapters.of(request.lora_request)
             )
             tracker.weights = self._version.number
-            tracker.is_declined = False  # it computes what it could load
-            tracker.is_selected = False  # the selector chose before the lookup
+            tracker.loads = None  # until the selector has chosen; False: it computes what it could load
             tracker.no_lookup = None  # else what the GPU had, and the mirror's number, when none was needed
         return tracker
 
@@ -272,9 +261,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         """Whether the tiers hold more of the prompt than the GPU, and to load it pays. Of a part that pays
         the lookup is submitted here.
 
-        An answer takes two messages, each of which waits for a step, and the reads of L2. A turn whose KV
-        was pinned need not wait for that. Where L2 may hold what the mirror does not know, a prompt is
-        looked up unless the GPU has half of it.
+        The mirror tells, since an answer takes two messages, each of which waits for a step, and the reads of
+        L2. A turn whose KV was pinned need not wait for that. Where L2 may hold what the mirror does not
+        know, a prompt is looked up unless the GPU has half of it.
         """
         request_id, number = request.request_id, self._tiers.mirror_number
         if number is None:
@@ -282,46 +271,32 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if tracker.no_lookup == (computed_tokens, number):
             return False
         stored = self._locate(request, tracker)
-        stored_tokens = stored.dram_tokens + stored.ssd_tokens
-        found = stored_tokens - computed_tokens
-        if found <= 0:
-            if not self._tiers.knows_all and 2 * computed_tokens < request.num_tokens:
+        more_tokens = stored.tokens - computed_tokens
+        if more_tokens > 0:
+            where = residency_of_offer(stored, computed_tokens, more_tokens, request.num_tokens)
+            chosen_tokens = self.load_selector(TurnId(request_id), where)
+            tracker.loads = chosen_tokens > 0
+            if 0 < chosen_tokens < more_tokens:  # of a lookup that was submitted LMCache submits no other
+                self.scheduler_adapter.maybe_submit_lookup_request(
+                    request_id,
+                    token_ids=tracker.get_token_ids()[: computed_tokens + chosen_tokens],
+                    cache_salt=tracker.cache_salt,
+                    request_configs=tracker.request_configs,
+                    reserve_last_token=self._reserve_last_token_for_lookup,
+                )
+            if tracker.loads:
                 return True
-        elif self._load_selector is None:
+        elif not self._poller.knows_all and 2 * computed_tokens < request.num_tokens:
             return True
-        else:
-            where = residency_of_offer(stored, computed_tokens, found, request.num_tokens)
-            chosen = self._load_selector(TurnId(request_id), where)
-            tracker.is_selected = True
-            if chosen:
-                if chosen < found:  # of a lookup that was submitted LMCache submits no other
-                    self.scheduler_adapter.maybe_submit_lookup_request(
-                        request_id,
-                        token_ids=tracker.get_token_ids()[: computed_tokens + chosen],
-                        cache_salt=tracker.cache_salt,
-                        request_configs=tracker.request_configs,
-                        reserve_last_token=self._reserve_last_token_for_lookup,
-                    )
-                return True
-            tracker.is_declined = True
-        align = self._hit_alignment_tokens
-        tracker.num_vllm_hit_tokens = computed_tokens // align * align
-        tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, stored_tokens  # not stored again
+        tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, stored.tokens  # not stored again
         tracker.no_lookup = (computed_tokens, number)
         return False
-
-    def _decline(self, request_id: str, tracker: Any) -> None:
-        """Unlock what was found. It stays stored, so LMCache need not store it again once it is computed."""
-        self._leases.release(request_id, tracker)
-        tracker.num_lmcache_hit_tokens = 0
-        tracker.is_declined = True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._leases.forget(request.request_id)
-        tracker = self.request_trackers[request.request_id]
-        tracker.is_declined = tracker.is_selected = False
+        self.request_trackers[request.request_id].loads = None
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:

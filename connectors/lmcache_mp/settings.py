@@ -19,21 +19,9 @@ from continuum_lmcache.errors import ConfigError
 
 # read by LMCache 0.5.6's MP connector beside ExtraConfigDefault's names
 DIRECT = frozenset(
-    {
-        "autostart",
-        "autostart.server_args",
-        "autostart.wait_timeout",
-        "eager_prefetch",
-        "host",
-        "lazy_offload",
-        "lazy_offload_policy",
-        "lazy_offload_select_count",
-        "lazy_offload_threshold",
-        "port",
-        "save_decode_cache",
-        "server_urls",
-        "transfer_intermediate_tensors",
-    }
+    ("autostart", "autostart.server_args", "autostart.wait_timeout", "eager_prefetch", "host", "port")
+    + ("lazy_offload", "lazy_offload_policy", "lazy_offload_select_count", "lazy_offload_threshold")
+    + ("save_decode_cache", "server_urls", "transfer_intermediate_tensors")
 )
 NAMES = DIRECT | {known.name for known in ExtraConfigDefault}
 OURS: Mapping[str, Any] = {

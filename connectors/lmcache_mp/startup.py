@@ -139,18 +139,14 @@ def first_answer(poller: TierPoller) -> ChangesReply:
 
 def warn_of_versions(reply: ChangesReply) -> None:
     """Client and server use a wire format of LMCache's own, which no release promises to keep."""
-    for package, there, here in (
-        ("lmcache", reply.lmcache, LMCACHE_VERSION),
-        ("continuum-lmcache", reply.continuum, __version__),
-    ):
-        if there != here:
-            logger.warning(
-                "LMCache's MP server runs %s %s, vLLM %s: install the same release on both sides; else "
-                "loads and stores may fail, and prompts are computed",
-                package,
-                there,
-                here,
-            )
+    text = (
+        "LMCache's MP server runs %s %s, vLLM %s: install the same release on both sides; else loads and "
+        "stores may fail, and prompts are computed"
+    )
+    if reply.lmcache != LMCACHE_VERSION:
+        logger.warning(text, "lmcache", reply.lmcache, LMCACHE_VERSION)
+    if reply.continuum != __version__:
+        logger.warning(text, "continuum-lmcache", reply.continuum, __version__)
 
 
 def warn_of_small_l1(spare_tokens: int, max_model_len: int) -> None:

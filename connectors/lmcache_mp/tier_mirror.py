@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -44,7 +44,6 @@ class MpTierMirror:
         self.number = 0
 
     def apply_report(self, reply: ChangesReply) -> None:
-        """Apply an answer."""
         stored: tuple[set[bytes], set[bytes]] = (set(), set()) if reply.is_snapshot else self._stored
         for change in reply.changes:
             tier = stored[change.ssd]
@@ -81,12 +80,12 @@ class TierPoller:
     ) -> None:
         self._call, self._request, self._on_down, self._clock = call, request, on_down, clock
         self.mirror = MpTierMirror()
-        self.knows_all = False  # whether the mirror knows every chunk of the tiers
+        self.knows_all = False  # whether the mirror has every chunk of the tiers, or others store in L2 too
         self.schedulers = 1  # that use the server, this one included
         self.tier_bytes: dict[Tier, int] = {}  # that the tiers hold before they evict
         self.spare_bytes = 0  # of L1, for what is read from L2
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
-        self.faults: Counter[str] = Counter(damaged_chunk=0, failed_store=0)  # of L2
+        self.faults: Counter[str] = Counter(damaged_chunk=0, failed_store=0)  # of L2, since the first answer
         self._counted: dict[str, int] = {}  # of these, by this process of the server
         self.is_up = True
         self._answered_s = clock()
@@ -99,7 +98,6 @@ class TierPoller:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the mirror is recent enough to be used."""
         return self._clock() - self._answered_s < MAX_AGE_S
 
     def start(self) -> None:
@@ -196,16 +194,6 @@ class MpTiers:
     def mirror_number(self) -> int | None:
         """The number of the newest change that `locate` knows; None while the server does not answer."""
         return self._poller.mirror.number if self._poller.is_fresh else None
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether the tiers hold only what `locate` finds; false: L2 may hold what others stored there."""
-        return self._poller.knows_all
-
-    @property
-    def faults(self) -> Mapping[str, int]:
-        """Of the server's disk, since this engine's first question."""
-        return self._poller.faults
 
     @property
     def spare_tokens(self) -> int:

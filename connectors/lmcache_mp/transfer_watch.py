@@ -39,8 +39,6 @@ class WatchedFuture:
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One running load or store."""
-
     request_id: str
     is_load: bool
     tokens: int
@@ -65,7 +63,6 @@ class TransferWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, transfer: Transfer) -> None:
-        """Poll this transfer from now on."""
         if transfer.event is None:
             transfer.ready_s = transfer.submitted_s
         with self._lock:
@@ -78,7 +75,6 @@ class TransferWatch:
         self._is_busy.set()
 
     def forget(self, transfer: Transfer) -> None:
-        """The transfer was given up."""
         with self._lock:
             self._running = [running for running in self._running if running is not transfer]
 

@@ -183,7 +183,6 @@ class MpWorkerSide:
         return self._clock()
 
     def _with_deadline(self, start_s: float, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A submit's arguments, with the transfer's deadline."""
         if not self._has_one_clock:
             return kwargs
         configs = with_deadline(kwargs.get("request_configs"), start_s + self._adapter._mq_timeout)

@@ -35,7 +35,7 @@ from vllm.v1.request import Request
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
-from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, LoadSelector, Prefix, TierHit, TierStore
+from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
 
 TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
@@ -77,7 +77,6 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
             self._has_one_group = False
         self._key_end = self._group.group_idx.to_bytes(4, "big")  # of an OffloadKey, after the block's hash
         self._moved: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
-        self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._loaded: dict[str, TierHit] = {}  # by request
 
     # ---- the core's TierStore
@@ -105,21 +104,17 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
         manager: Any = self.scheduler.manager
         return {Tier.DRAM: manager._num_chunks * self._group.tokens_per_chunk} if self._has_one_group else {}
 
-    def set_load_selector(self, select: LoadSelector) -> None:
-        """Load what vLLM finds, or nothing: there is one tier."""
-        self._load_selector = select
-
     # ---- vLLM's calls, of the scheduler
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        """vLLM's answer, or nothing: there is one tier."""
         self._restart(request)
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found and self._load_selector is not None:
-            where = Residency(num_computed_tokens, found, 0, request.num_tokens)
-            if self._load_selector(TurnId(request.request_id), where) < found:
-                return 0, False
+        where = Residency(num_computed_tokens, found or 0, 0, request.num_tokens)
+        if found and self.load_selector(TurnId(request.request_id), where) < found:
+            return 0, False
         return found, is_async
 
     def update_state_after_alloc(
@@ -180,7 +175,6 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
             state.block_ids.clear()
 
     def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
-        """The names of the prefix's whole chunks."""
         step = self._group.hashes_per_chunk
         end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
         return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))

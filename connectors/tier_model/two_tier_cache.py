@@ -30,8 +30,6 @@ TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
 
 @dataclass(frozen=True, slots=True)
 class ActiveLoad:
-    """A running load."""
-
     dram: Sequence[ChunkName]  # moved from there, without those the GPU had
     ssd: Sequence[ChunkName]
     done_s: float  # when the last byte is on the GPU
@@ -116,7 +114,7 @@ class TwoTierCache:
     ) -> tuple[Sequence[ChunkName], Sequence[ChunkName]]:
         """Make what `locate` counts the most recently used, each tier's share tail first; returns both."""
         held, size = self.locate(now_s, names), self.spec.chunk_tokens
-        dram, end = held.dram_tokens // size, (held.dram_tokens + held.ssd_tokens) // size
+        dram, end = held.dram_tokens // size, held.tokens // size
         self.dram.touch(names[:dram])
         self.ssd.touch(names[dram:end])
         return names[:dram], names[dram:end]
@@ -187,5 +185,4 @@ class TwoTierCache:
 
 
 def _leading(names: Sequence[ChunkName], held: Collection[ChunkName]) -> int:
-    """How many of the first names are held."""
     return next((i for i, n in enumerate(names) if n not in held), len(names))

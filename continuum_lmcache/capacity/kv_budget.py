@@ -19,8 +19,6 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class BudgetLine:
-    """One line of the arithmetic."""
-
     name: str
     how: str  # with the numbers in it
     value: float
@@ -90,7 +88,6 @@ def of_bytes(
 
 
 def token_formula(shape: ModelShape, ranks: int) -> str:
-    """The first line of the arithmetic."""
     size, layers = f"{shape.kv_value_bytes} B", shape.bytes_per_token(ranks) // shape.layer_bytes(ranks)
     if shape.kv_heads == 0:
         return f"{layers} layers x {shape.head_size} latent values x {size}"

@@ -46,7 +46,6 @@ class DeploymentPlan:
 
 
 def advice(plan: DeploymentPlan) -> list[Finding]:
-    """All problems that the numbers show."""
     rules = (_tiers, _memory, _costs)
     return [finding for rule in rules for finding in rule(plan)]
 

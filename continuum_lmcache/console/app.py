@@ -285,6 +285,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def refused(reason: str) -> SystemExit:
-    """One line on stderr, and the exit status for it."""
     print(f"continuum-lmcache: {' '.join(reason.split())}", file=sys.stderr)
     return SystemExit(BAD_INPUT)

@@ -19,7 +19,7 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import assumed_costs
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.model_shapes import KV_BYTES, ModelShape
-from continuum_lmcache.telemetry.findings import Finding, Severity, note
+from continuum_lmcache.telemetry.findings import Finding, Severity, counted, note
 from continuum_lmcache.types import Tier
 
 STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
@@ -91,10 +91,9 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
 
 
 def verdict(errors: int, warnings: int, is_short: bool) -> str:
-    """One sentence for all findings."""
     if not errors and not warnings:
         return f"This deployment is advisable{': memory is short, so continuum helps' if is_short else ''}."
-    counts = [f"{n} {what}{'s' * (n > 1)}" for n, what in ((errors, "error"), (warnings, "warning")) if n]
+    counts = [counted(n, what) for n, what in ((errors, "error"), (warnings, "warning")) if n]
     return f"This deployment {'' if errors else 'works but '}is NOT advisable: {', '.join(counts)}."
 
 

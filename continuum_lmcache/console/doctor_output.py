@@ -38,7 +38,6 @@ def show(found: Diagnosis, console: Console, explain: bool = False) -> None:
 
 
 def in_words(tokens: float | None) -> str:
-    """The break-even."""
     if tokens is None:
         return "never"
     return f"from {math.ceil(tokens):,} tokens" if tokens else "always"

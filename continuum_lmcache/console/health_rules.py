@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from continuum_lmcache.console.metrics_page import POLICY, MetricsPage
-from continuum_lmcache.telemetry.findings import Finding, error, note, warning
+from continuum_lmcache.telemetry.findings import Finding, counted, error, note, warning
 from continuum_lmcache.telemetry.samples import NO_PIN
 
 MEMORY_FULL = 0.9  # share of the KV blocks
@@ -41,7 +41,6 @@ def kv_usage(page: MetricsPage) -> float | None:
 
 
 def pinned_share(page: MetricsPage) -> float | None:
-    """The share of all engines' KV blocks that pins hold."""
     sizes = page.by("vllm:cache_config_info", "num_gpu_blocks")  # by size, the number of engines that have it
     blocks = sum(int(size) * engines for size, engines in sizes.items() if size.isdecimal())
     pinned = page.total("continuum_pinned_blocks")
@@ -70,7 +69,6 @@ def has_served_enough(page: MetricsPage) -> bool:
 
 
 def off(page: MetricsPage) -> Iterator[Finding]:
-    """The server runs without our scheduler."""
     if not policy(page):
         yield warning(
             OFF,
@@ -81,7 +79,6 @@ def off(page: MetricsPage) -> Iterator[Finding]:
 
 
 def store_down(page: MetricsPage) -> Iterator[Finding]:
-    """LMCache's server does not answer."""
     if min(page.values("continuum_tier_store_up"), default=1) < 1:
         yield error(
             "tier-store-down",
@@ -91,7 +88,6 @@ def store_down(page: MetricsPage) -> Iterator[Finding]:
 
 
 def disk_faults(page: MetricsPage) -> Iterator[Finding]:
-    """The disk below the GPU loses chunks, or takes none."""
     faults = page.by("continuum_tier_faults_total", "fault")
     if damaged := faults.get("damaged_chunk", 0.0):
         yield warning(
@@ -123,7 +119,6 @@ def low_batch(page: MetricsPage) -> Iterator[Finding]:
 
 
 def preempting(page: MetricsPage) -> Iterator[Finding]:
-    """Running turns lose their memory, and what they had computed."""
     preemptions, finished = page.count(PREEMPTIONS), page.count(FINISHED)
     if has_served_enough(page) and preemptions > PREEMPTION_SHARE * finished:
         yield warning(
@@ -134,7 +129,6 @@ def preempting(page: MetricsPage) -> Iterator[Finding]:
 
 
 def small_tier(page: MetricsPage) -> Iterator[Finding]:
-    """The largest tier holds less than the programs' contexts."""
     largest = max(page.by("continuum_tier_capacity_tokens", "tier").values(), default=None)
     contexts = page.count("continuum_working_set_tokens")
     if largest is not None and largest < contexts:
@@ -162,7 +156,6 @@ def lost_tokens(page: MetricsPage) -> dict[str, float]:
 
 
 def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
-    """Prompts differ from the turns before them, and what follows is computed again."""
     computed = prompt_tokens(page).get("none", 0.0)
     for third, remedy in REMEDIES.items():
         lost = lost_tokens(page).get(f"changed-{third}-third", 0.0)
@@ -176,7 +169,6 @@ def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
 
 
 def ignored(page: MetricsPage) -> Iterator[Finding]:
-    """Requests have fields that cannot be used."""
     if found := {name: n for name, n in page.by("continuum_ignored_fields_total", "field").items() if n}:
         listed = ", ".join(f"{name} in {n:,.0f}" for name, n in sorted(found.items()))
         yield note(
@@ -187,7 +179,6 @@ def ignored(page: MetricsPage) -> Iterator[Finding]:
 
 
 def never_linked(page: MetricsPage) -> Iterator[Finding]:
-    """No prompt without a name continues another."""
     prompts = page.by("continuum_unnamed_prompts_total", "outcome")
     if prompts.get("first", 0.0) >= LEAST_TURNS and not prompts.get("linked"):
         yield note(
@@ -199,7 +190,6 @@ def never_linked(page: MetricsPage) -> Iterator[Finding]:
 
 
 def new_weights(page: MetricsPage) -> Iterator[Finding]:
-    """Calls after which no KV of before is used again."""
     calls = {name: n for name, n in page.by("continuum_new_weights_total", "call").items() if n}
     if not calls:
         return
@@ -226,10 +216,6 @@ def diagnose(page: MetricsPage) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(page)]
 
 
-def number(of: float, what: str) -> str:
-    return f"{of:,.0f} {what}{'s' * (round(of) != 1)}"
-
-
 def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str, str]:
     """Whether continuum would speed up agents on this stock server: yes, little, no, or too early to tell;
     and because of what. Counts are since `before` (None: the start); of two states the fuller one counts."""
@@ -241,15 +227,15 @@ def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str
     if turns < LEAST_TURNS:
         return (
             "too early to tell",
-            f"{number(turns, 'turn')} ended, and fewer than {LEAST_TURNS:.0f} say nothing",
+            f"{counted(turns, 'turn')} ended, and fewer than {LEAST_TURNS:.0f} say nothing",
         )
     usage = max(kv_usage(look) or 0.0 for look in looks)
     waiting = max(look.count(WAITING) for look in looks)
     queried = grown(QUERIED)
     found = sum(map(grown, FOUND)) / queried if queried else 0.0
     state = (
-        f"{usage:.0%} of the KV cache is in use, {number(waiting, 'turn')} waiting, "
-        f"{number(preempted, 'preemption')} for {number(turns, 'turn')}, and "
+        f"{usage:.0%} of the KV cache is in use, {counted(waiting, 'turn')} waiting, "
+        f"{counted(preempted, 'preemption')} for {counted(turns, 'turn')}, and "
         f"{found:.0%} of the prompt tokens were found in the caches"
     )
     is_short = (usage >= SHORT_OF_MEMORY and waiting >= 1) or preempted > PREEMPTION_SHARE * turns

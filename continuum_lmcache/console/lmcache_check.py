@@ -71,7 +71,6 @@ def untried(kind: str, shape: ModelShape, on_cpu: bool) -> Iterator[Finding]:
 
 
 def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Problems outside the settings."""
     kind = config["kv_connector"]
     if kind not in (*LMCACHE, *NATIVE):
         known = ", ".join((*LMCACHE, *NATIVE))
@@ -87,7 +86,6 @@ def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def continuum_findings(extra: Mapping[str, Any]) -> Iterator[Finding]:
-    """What is wrong with the `continuum.*` settings."""
     try:
         found = ContinuumConfig.load(extra, os.environ)
         policy_named(found.policy)

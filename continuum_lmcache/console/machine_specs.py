@@ -21,8 +21,6 @@ CPU_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """The known properties of the machine to serve on."""
-
     source: str  # source of the costs
     costs: CostModel | None  # None: no profile was read
     device: str
@@ -31,7 +29,6 @@ class MachineSpec:
 
     @property
     def block_tokens(self) -> int:
-        """vLLM's default block."""
         return CPU_BLOCK_TOKENS if self.on_cpu else GPU_BLOCK_TOKENS
 
 

@@ -51,7 +51,6 @@ def status_of(name: str, page: MetricsPage) -> Status:
 
 
 def show(found: Status, console: Console) -> None:
-    """The summary, what is wrong, and the figures."""
     console.print(Text(f"{found['name']}: {found['summary']}", style="bold"), soft_wrap=True)
     show_findings(found["findings"], console)
     table = headed("", "")

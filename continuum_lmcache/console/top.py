@@ -94,7 +94,6 @@ def because(row: Mapping[str, Any]) -> str:
 
 
 def memory(of: Mapping[str, Any]) -> str:
-    """The KV cache and the tiers below it."""
     blocks = max(1, of["blocks"])
     said = f"KV cache {of['kv_tokens']:,} tokens: {1 - of['free_blocks'] / blocks:.0%} in use, "
     said += f"{of['pinned_blocks'] / blocks:.0%} pinned. "

@@ -38,7 +38,6 @@ class ContextGrowth:
         self._growths.append(max(0, tokens))
 
     def program_ended(self, turns: int) -> None:
-        """A program ended after this many turns."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)
             self._lengths_changed()

@@ -66,7 +66,6 @@ def losses_of(
 
 
 def no_hashes() -> array[int]:
-    """No turn's block hashes."""
     return array("q")
 
 

@@ -13,8 +13,6 @@ MAX_ENDED = 1024  # remembered programs of a tenant
 
 @dataclass(slots=True)
 class TenantClaims:
-    """One tenant's claims of ends."""
-
     claims: int = 0
     wrong: int = 0
     ended: BoundedDict[ProgramId, Program] = field(default_factory=lambda: BoundedDict(MAX_ENDED))

@@ -132,6 +132,5 @@ def tool(field: str, value: object) -> ToolKey:
 
 
 def kind(value: object) -> str:
-    """A value's type, in JSON's terms."""
     words = {dict: "an object", list: "a list", str: "text", bool: "true or false", float: "a fraction"}
     return words.get(type(value), type(value).__name__)

@@ -69,8 +69,6 @@ def tail_of(prompt: HashedPrompt, start: int, end: int) -> Tail:
 
 @dataclass(frozen=True, slots=True)
 class LinkableTurn:
-    """A finished turn that may be continued."""
-
     program: ProgramId
     arrival_s: float  # the program's
     prompt_tokens: int
@@ -85,22 +83,15 @@ class LinkableTurn:
         is longer, or the same again, whose answer its client may not have got."""
         return self.prompt_tokens < tokens or (self.prompt_tokens == tokens and not self.is_first)
 
-    def repeated_tokens(self, next_prompt_tokens: int) -> int:
-        """How much a next prompt of that length may repeat: all, or the prompt if the history shrank."""
-        return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class ProgramLink:
-    """A prompt continues a finished turn."""
-
     program: ProgramId
     arrival_s: float  # the program's
     tokens: int  # of the prompt that count as that turn's
     turn: LinkableTurn
 
     def is_repeat(self, prompt_tokens: int) -> bool:
-        """Whether the prompt is the turn's own again."""
         return self.turn.prompt_tokens == prompt_tokens
 
 
@@ -150,7 +141,8 @@ class PromptLinker:
     def take(self, request: HashedPrompt, turn: LinkableTurn) -> ProgramLink:
         """The prompt continues this turn, and no other prompt does."""
         self._forget(turn)
-        tokens = turn.repeated_tokens(len(request.all_token_ids))
+        has_grown = turn.context_tokens < len(request.all_token_ids)  # else it repeats the prompt at most
+        tokens = turn.context_tokens if has_grown else turn.prompt_tokens
         return ProgramLink(turn.program, turn.arrival_s, tokens, turn)
 
     def put_back(self, link: ProgramLink) -> None:
@@ -261,7 +253,6 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int
 
 
 def common_start(one: Tail, other: Tail) -> int:
-    """How many first tokens both have."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

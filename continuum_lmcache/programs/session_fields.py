@@ -36,7 +36,6 @@ Reader = Callable[[str, object], object]
 
 
 def conversation(field: str, value: object) -> object:
-    """An id, or an object with one."""
     return name(field, value.get("id") if isinstance(value, Mapping) else value)
 
 
@@ -50,7 +49,6 @@ def session_part(field: str, value: object) -> object:
 
 
 def negated(field: str, value: object) -> object:
-    """The opposite of a flag."""
     return not flag(field, value)
 
 

@@ -63,14 +63,12 @@ class SharedPrefixesInUse:
         return head in self._users
 
     def take(self, head: SharedPrefix) -> None:
-        """One more program begins with it."""
         if not head.tokens:
             return
         self.tokens += 0 if head in self._users else head.tokens
         self._users[head] += 1
 
     def release(self, head: SharedPrefix) -> None:
-        """One program less."""
         if not head.tokens:
             return
         self._users[head] -= 1

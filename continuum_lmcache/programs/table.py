@@ -4,8 +4,6 @@
     started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
 Requests without a name are neither: they have no place, and take room only while they run.
-
-No clock and no I/O: every event has its time as an argument. Pins: retention/pin_table.py.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class ProgramTable:
     # a program's life ------------------------------------------------------
 
     def add(self, now_s: float, name: ProgramId, tenant: str, arrival_s: float, one_turn: bool) -> Program:
-        """The program's record, a new one if it has none."""
         program = self.records.get(name)
         if program is None:
             program = self.records[name] = Program(
@@ -105,7 +102,6 @@ class ProgramTable:
     def line_up(
         self, program: Program, prompt_tokens: int, priority: int, hashes: Sequence[Hashable]
     ) -> None:
-        """The turn waits until its program may start."""
         program.priority, program.prompt_hashes, program.left = priority, hashes, None
         program.held_for = ""
         program.context_tokens = prompt_tokens
@@ -164,7 +160,6 @@ class ProgramTable:
         return found
 
     def expect_again(self, program: Program) -> None:
-        """An overdue program goes on, here or elsewhere."""
         if program.stage is Stage.OVERDUE:
             self._untold_ends -= 1
             if program.counts_as_ended:
@@ -193,7 +188,6 @@ class ProgramTable:
 
     @property
     def started(self) -> int:
-        """How many programs have a place."""
         return self.in_stage[Stage.ACTIVE] + self.in_stage[Stage.AWAY]
 
     @property
@@ -202,13 +196,7 @@ class ProgramTable:
         return self._own_tokens + self.heads.tokens
 
     def away(self) -> list[Program]:
-        """The programs in a tool call that are expected back."""
         return [self.records[name] for until_s, name in self._away if self._is_away(until_s, name)]
-
-    def live_turn(self, name: ProgramId) -> TurnId | None:
-        """The program's turn that is here; None also for a program that is not known."""
-        program = self.records.get(name)
-        return None if program is None else program.turn
 
     def check(self) -> None:
         """Raise InvariantError unless each record is consistent and the sums are those of the records."""

@@ -24,8 +24,6 @@ def prompt_key(namespace: str, fields: ProgramFields, prompt: HashedPrompt, bloc
 
 @dataclass(slots=True)
 class Turn:
-    """A turn from its arrival until its end."""
-
     id: TurnId
     program: Program
     fields: ProgramFields
@@ -43,12 +41,10 @@ class Turn:
 
     @property
     def in_line(self) -> bool:
-        """Whether it waits for its program's start."""
         return self.program.stage is Stage.IN_LINE
 
     @property
     def found_tokens(self) -> int:
-        """Of the prompt, on the GPU or loaded."""
         return self.gpu_tokens + self.loaded_tokens
 
     @property
@@ -86,7 +82,6 @@ class TurnTable(dict[TurnId, Turn]):
         self._not_run[turn_id] = turn.arrival_s
 
     def start(self, now_s: float, turn: Turn) -> None:
-        """The turn runs for the first time."""
         turn.started_s = now_s
         self._not_run.pop(turn.id, None)
         self.without_token.add(turn.id)
@@ -113,7 +108,6 @@ class TurnTable(dict[TurnId, Turn]):
 
     @property
     def waiting_since_s(self) -> Collection[float]:
-        """When each of the turns came that have not run yet."""
         return self._not_run.values()
 
     def is_waiting(self, turn_id: TurnId) -> bool:

@@ -9,6 +9,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from continuum_lmcache.recordings.reader import SOURCES, RecordedTurn, Recording
+from continuum_lmcache.telemetry.findings import counted
 
 RANKS = {"median": 50, "p95": 95, "p99": 99}
 
@@ -61,16 +62,12 @@ def sources(turns: Sequence[RecordedTurn]) -> dict[str, int]:
     return {place: sum(turn.sources.get(place, 0) for turn in turns) for place in (*SOURCES, "computed")}
 
 
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
 def summary(run: Recording) -> str:
     """What ran, how long it took, where prompts came from, and what pins brought."""
     found = figures(run)
     about = [f"policy {run.about['policy'] or 'not recorded'}", run.about["machine"], run.about["versions"]]
     parts = [
-        f"{count(found['programs'], 'program')} with {count(found['turns'], 'turn')} ran on "
+        f"{counted(found['programs'], 'program')} with {counted(found['turns'], 'turn')} ran on "
         f"{run.about['model'] or 'a model that is not recorded'} ({', '.join(filter(None, about))}) from "
         f"{found['start']}, for {found['seconds']:,.0f} s."
     ]

@@ -1,4 +1,4 @@
-"""Reads a recording: what every program did and when. docs/recording.md has the format."""
+"""Reads a recording: what every program did and when. docs/report.md has the format."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ LAST_S = 1e11  # no wall clock shows more
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """One event of a program."""
-
     program: str
     where: str  # in the file
     kind: str  # the name of its time
@@ -207,7 +205,6 @@ def why(event: RecordedEvent) -> str:
 
 
 def facts_of(event: RecordedEvent) -> str:
-    """An event's fields, with those of its decision."""
     decision = event.fields.get("retention")
     flat = event.fields | (decision if isinstance(decision, dict) else {})
     short = {name: shown(value, event.time_s) for name, value in flat.items()}
@@ -240,7 +237,6 @@ def read(path: Path) -> tuple[list[Event], list[RecordedEvent]]:
 
 
 def contents(file: Path) -> dict[str, Any]:
-    """The file's JSON object: {program: [event, ...]}."""
     try:
         jobs = json.loads(file.read_text(encoding="utf-8", errors="replace"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
@@ -263,7 +259,6 @@ def header(file: Path, found: Any) -> Event:
 
 
 def events(file: Path, jobs: dict[str, Any]) -> Iterator[RecordedEvent]:
-    """Each event of a file, as it is written there."""
     for name, listed in jobs.items():
         if not isinstance(listed, list):
             raise TraceError(f"{file}: program {name!r} is not a list of events")

@@ -40,8 +40,6 @@ class PrefillCurve:
 
 @dataclass(frozen=True, slots=True)
 class TransferRate:
-    """How fast a tier is read."""
-
     bytes_per_s: float
     fixed_s: float  # once a load
     samples: int  # number of measurements; 0: assumed
@@ -55,13 +53,12 @@ class ReloadCost:
     """PrefillReload of one prompt, in seconds, by its parts."""
 
     loaded_tokens: int  # how far loading pays, after the GPU's part
-    dram_s: float  # DRAM to GPU, of the part in DRAM
-    ssd_s: float  # disk to DRAM to GPU, of the part on disk
+    load_s: float  # DRAM to GPU, after disk to DRAM of the part on disk
     prefill_s: float  # what must be computed, in steps that all requests on the GPU share
 
     @property
     def total_s(self) -> float:
-        return self.dram_s + self.ssd_s + self.prefill_s
+        return self.load_s + self.prefill_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,6 @@ class CostModel:
 
     @property
     def measured(self) -> bool:
-        """Whether every number was measured."""
         return min(self.prefill.samples, self.dram.samples, self.ssd.samples) > 0
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
@@ -128,14 +124,11 @@ class CostModel:
 
     def load_cost(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
         """The cost of loading this much from each tier and computing the rest."""
-        ssd_bytes = ssd_tokens * self.kv_bytes_per_token
+        dram_bytes, ssd_bytes = dram_tokens * self.kv_bytes_per_token, ssd_tokens * self.kv_bytes_per_token
+        disk_s = self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes)
         there_tokens = where.gpu_tokens + dram_tokens + ssd_tokens
-        return ReloadCost(
-            loaded_tokens=dram_tokens + ssd_tokens,
-            dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
-            ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
-            prefill_s=self.prefill.seconds(where.total_tokens - there_tokens, there_tokens),
-        )
+        prefill_s = self.prefill.seconds(where.total_tokens - there_tokens, there_tokens)
+        return ReloadCost(dram_tokens + ssd_tokens, self.dram.seconds(dram_bytes) + disk_s, prefill_s)
 
 
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": TransferRate, "ssd": TransferRate}
@@ -150,7 +143,6 @@ def expected(chance: float, with_it_s: float, without_s: float) -> float:
 
 
 def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:
-    """One section of a profile, as its value."""
     given = profile.get(name)
     if not isinstance(given, Mapping):
         raise ProfileError(f"{where} has no section {name!r}; measure it with `continuum-lmcache measure`")
@@ -163,7 +155,6 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
 
 
 def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) -> float:
-    """A finite number that is at least `least`."""
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         raise ProfileError(f"{where}: {name} is {value!r}; it must be a finite number >= {least:g}")

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.reload.tier_store import TierHit
+from continuum_lmcache.reload.tier_store import TierHit, load_all
 from continuum_lmcache.types import Residency, TurnId
 
 LEAST_SAMPLES = 3  # of each rate that a decision uses
@@ -37,8 +37,6 @@ class LoadReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """What to load of one prompt."""
-
     decision: LoadReason
     tokens: int  # after the GPU's tokens
     chosen_s: float = 0.0  # predicted time that all turns wait for the chosen option
@@ -70,7 +68,7 @@ def residency_of_offer(held: TierHit, gpu_tokens: int, found_tokens: int, total_
     What the connector found beyond `held` was stored since then, so it is in DRAM.
     """
     end = gpu_tokens + found_tokens
-    on_disk = max(0, min(held.dram_tokens + held.ssd_tokens, end) - max(held.dram_tokens, gpu_tokens))
+    on_disk = max(0, min(held.tokens, end) - max(held.dram_tokens, gpu_tokens))
     return Residency(gpu_tokens, found_tokens - on_disk, on_disk, total_tokens)
 
 
@@ -89,13 +87,13 @@ class LoadPolicy:
         self.counts: Counter[str] = Counter()
         self.rates, self._to_load, self._others = rates, to_load, others
         self._unplaced: dict[TurnId, LoadChoice] = {}  # turns without blocks yet
-        self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it
+        self.declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it
         self._trial_budget_s = 0.0
 
     def tokens_to_load(self, turn: TurnId, where: Residency) -> int:
         """How many tokens to load (tier_store.LoadSelector)."""
         if self._to_load is None:
-            return where.dram_tokens + where.ssd_tokens
+            return load_all(turn, where)
         choice = self._to_load(where, LoadState(self.rates.costs, *self._others(), self._trial_budget_s))
         self._unplaced[turn] = choice
         return choice.tokens
@@ -107,17 +105,13 @@ class LoadPolicy:
             return
         self.counts[choice.decision.value] += 1
         if choice.decision in (LoadReason.PARTIAL, LoadReason.RECOMPUTE):
-            self._declined.add(turn)
+            self.declined.add(turn)
         if choice.decision is LoadReason.TRIAL:
             self._trial_budget_s -= choice.excess_s
         elif choice.excess_s:
             self._trial_budget_s += TRIAL_SHARE * choice.chosen_s
 
-    def has_declined(self, turn: TurnId) -> bool:
-        """Whether a part of the turn's prompt was computed although a tier held it."""
-        return turn in self._declined
-
     def on_turn_end(self, turn: TurnId) -> None:
         """The turn ended, perhaps before it got blocks."""
         self._unplaced.pop(turn, None)
-        self._declined.discard(turn)
+        self.declined.discard(turn)

@@ -27,8 +27,6 @@ SPARSE_FP8_BYTES = 656  # of a token and layer, of latent attention with an inde
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The properties of a model that its KV depends on."""
-
     name: str
     layers: int  # with attention to the whole context, which keep KV of every token
     kv_heads: int  # 0: latent attention (MLA), with the one latent on every rank

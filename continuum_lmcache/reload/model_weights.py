@@ -92,7 +92,6 @@ def gated_delta(config: Config) -> tuple[int, ...]:
 
 
 def sparse_layers(config: Config, layers: int) -> int:
-    """Layers with experts."""
     kinds, every = config.get("mlp_layer_types"), config.get("moe_layer_freq")
     if isinstance(kinds, list):
         return kinds.count("sparse")

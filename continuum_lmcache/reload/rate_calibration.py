@@ -82,8 +82,8 @@ class CalibratedCosts:
         self.pace = RateDrift(prior=prior(costs.prefill))
 
     def observe(self, moved: KVTransfer) -> None:
-        """Learn from one load."""
-        if not is_plausible(moved) or moved.tier not in self.drifts:
+        is_plausible = moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf
+        if not is_plausible or moved.tier not in self.drifts:
             return
         rate = self._profile.dram if moved.tier is Tier.DRAM else self._profile.ssd
         predicted_s = rate.seconds(moved.size_bytes)
@@ -156,10 +156,4 @@ class TierSurvival:
 
 
 def prior(rate: TransferRate | PrefillCurve) -> int:
-    """The weight of a profile's rate, in loads."""
     return PRIOR_LOADS if rate.samples else GUESS_LOADS
-
-
-def is_plausible(moved: KVTransfer) -> bool:
-    """Whether something moved, in a possible time."""
-    return moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf

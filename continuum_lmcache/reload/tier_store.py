@@ -15,6 +15,10 @@ class TierHit:
     dram_tokens: int
     ssd_tokens: int  # those after DRAM's part
 
+    @property
+    def tokens(self) -> int:
+        return self.dram_tokens + self.ssd_tokens
+
 
 NOTHING = TierHit(0, 0)
 
@@ -45,6 +49,11 @@ LoadSelector = Callable[[TurnId, Residency], int]
 It may be called at every step while the turn waits; the last answer before an allocation counts."""
 
 
+def load_all(_: TurnId, where: Residency) -> int:
+    """The selector of a store that nobody has given another."""
+    return where.dram_tokens + where.ssd_tokens
+
+
 class TierStore:
     """The base class of a connector that says where KV is. Its defaults are those of a store without tiers.
 
@@ -52,6 +61,7 @@ class TierStore:
     """
 
     mode = "unknown"  # the store's name, for the log and the metrics
+    load_selector: LoadSelector = staticmethod(load_all)
 
     @property
     def is_up(self) -> bool:
@@ -87,3 +97,4 @@ class TierStore:
 
         The connector must release its pins and leases on what is not loaded.
         """
+        self.load_selector = select

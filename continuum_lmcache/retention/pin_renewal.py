@@ -32,7 +32,7 @@ class PinRenewal:
 
         A step makes at most DECISIONS_A_STEP decisions. Further due pins get EVERY_S more; the others wait.
         """
-        pins, renewed = self.pins, list[Pin]()
+        pins = self.pins
         if now_s >= self.next_check_s:
             self.next_check_s = now_s + EVERY_S
             if is_memory_short and not self.was_short:
@@ -40,21 +40,16 @@ class PinRenewal:
             self.was_short = is_memory_short
         if not self.was_short:
             self.to_renew.clear()
-        due_s = pins.next_deadline_s()
+        due_s, due = pins.next_deadline_s(), list[Pin]()
         if due_s is not None and due_s <= now_s:
-            due = (pin for pin in pins.pinned.values() if pin.deadline_s <= now_s)
-            for number, pin in enumerate([pin for pin in due if self._is_renewable(pin)]):
-                is_decided = number < DECISIONS_A_STEP
-                deadline_s = (
-                    self._deadline_s(now_s, pin, is_memory_short, retain) if is_decided else now_s + EVERY_S
-                )
-                renewed.append(pins.renew(pin.program, deadline_s))
-        while self.to_renew and len(renewed) < DECISIONS_A_STEP:
-            found = pins.pinned.get(self.to_renew.popleft())
-            if found is not None and self._is_renewable(found):
-                deadline_s = self._deadline_s(now_s, found, is_memory_short, retain)
-                renewed.append(pins.renew(found.program, deadline_s))
-        return renewed
+            due = [p for p in pins.pinned.values() if p.deadline_s <= now_s and self._is_renewable(p)]
+        decided = due[:DECISIONS_A_STEP]
+        while self.to_renew and len(decided) < DECISIONS_A_STEP:
+            pin = pins.pinned.get(self.to_renew.popleft())
+            decided += [pin] if pin is not None and self._is_renewable(pin) else []
+        deadlines = [(p.program, self._deadline_s(now_s, p, is_memory_short, retain)) for p in decided]
+        deadlines += [(p.program, now_s + EVERY_S) for p in due[DECISIONS_A_STEP:]]
+        return [pins.renew(program, deadline_s) for program, deadline_s in deadlines]
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether the policy asked for it, and the program is away."""

@@ -1,7 +1,6 @@
 """Which programs' KV stays on the GPU, until when, and in which blocks: the one owner of pins.
 
-A pin begins in `take` and ends in `release`, and nowhere else. No clock and no I/O. Blocks are known by their
-ids; who calls `take` and `release` holds and frees them.
+A pin begins in `take` and ends in `release`, and nowhere else. Who calls them holds and frees its blocks.
 """
 
 from __future__ import annotations
@@ -93,7 +92,6 @@ class PinTable:
         return pin
 
     def release(self, program: ProgramId, why: PinEnd) -> Pin | None:
-        """End the program's pin, if it has one."""
         pin = self.pinned.pop(program, None)
         if pin is None:
             return None
@@ -119,7 +117,6 @@ class PinTable:
 
     @property
     def pinned_blocks(self) -> int:
-        """How many blocks pins hold."""
         return len(self._blocks)
 
     def victims(self, program: ProgramId | None) -> list[Pin]:

@@ -1,14 +1,39 @@
-"""How long steps take, by what they compute. Measured in the running server, since it depends on the card,
-the model, the connector and the server's own work."""
+"""How long steps take, by what they compute, and the share of the time that prompts take. Measured in the
+running server, since it depends on the card, the model, the connector and the server's own work."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LEAST_STEPS = 20  # with prompts, and with decodes, before a chunk is chosen
 STEP_DECAY = 0.998  # each step: half of the weight is younger than 350 steps
 PROMPT_DECAY = 0.99995  # each step: minutes. With a faster one, too small a chunk would confirm itself
 PRIOR_VARIANCE = 0.05  # of the mean weight squared: how much the curve counts where sizes hardly differ
+AVERAGING_S = 30.0  # how much of the past counts in the share: prompts begin and end within seconds
+
+
+@dataclass(slots=True)
+class PrefillShare:
+    """Which share of the latest half minute of steps went into those that compute prompts.
+
+    Idle time does not count, nor does the time before the first step: an engine that starts or wakes up
+    would seem to have time, and would admit more programs than it can serve (LOG.md, 2026-11-26).
+    """
+
+    _prompts: float = 0.0  # as if the steps before the first one had computed none
+    _steps: float = 0.0  # how much of the half minute is known, 0 to 1
+
+    def on_step(self, took_s: float, prefills: bool) -> None:
+        """A step has ended, after `took_s`. `prefills`: it computed prompts."""
+        weight = -math.expm1(-took_s / AVERAGING_S)
+        self._prompts += weight * (prefills - self._prompts)
+        self._steps += weight * (1.0 - self._steps)
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 before the first step."""
+        return self._prompts / self._steps if self._steps else 0.0
 
 
 @dataclass(slots=True)

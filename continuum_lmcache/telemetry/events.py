@@ -24,28 +24,37 @@ from continuum_lmcache.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class TurnArrived:
-    """A program's turn joined the queue. `gap_s`: the duration of its tool call; None: there was none."""
+class OfProgram:
+    """What all events of a program have."""
 
     now_s: float
     program: ProgramId
+
+
+@dataclass(frozen=True, slots=True)
+class OfTurn(OfProgram):
+    """What all events of one of its turns have."""
+
     turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class TurnArrived(OfTurn):
+    """A program's turn joined the queue. `gap_s`: the duration of its tool call; None: there was none."""
+
     prompt_tokens: int
     tool: ToolKey = ()
     gap_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class TurnStarted:
+class TurnStarted(OfTurn):
     """A program's turn left the queue for the first time, or again (`resumed`) after a preemption.
 
     `served`: where its prompt came from. `evicted`: the GPU had lost more of its context than a partial
     block, so T (eq. 2) includes this delay.
     """
 
-    now_s: float
-    program: ProgramId
-    turn: TurnId
     served: Residency
     queue_delay_s: float
     evicted: bool = False
@@ -53,22 +62,15 @@ class TurnStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnPreempted:
+class TurnPreempted(OfTurn):
     """A running turn lost its memory and waits again."""
-
-    now_s: float
-    program: ProgramId
-    turn: TurnId
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFinished:
+class TurnFinished(OfTurn):
     """A turn ended. `retention`, `place`: what the policy decided. `first_token_s`: from its arrival to its
     first token. None: there was none."""
 
-    now_s: float
-    program: ProgramId
-    turn: TurnId
     tool: ToolKey
     context_tokens: int
     output_tokens: int
@@ -79,21 +81,16 @@ class TurnFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramEnded:
+class ProgramEnded(OfProgram):
     """A program ended or was dropped. `turns`: how many it had."""
 
-    now_s: float
-    program: ProgramId
     turns: int
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixLost:
+class PrefixLost(OfTurn):
     """A returning program found less than its last turn left."""
 
-    now_s: float
-    program: ProgramId
-    turn: TurnId
     loss: PrefixLoss
 
 
@@ -101,22 +98,16 @@ class PrefixLost:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramAdmitted:
+class ProgramAdmitted(OfTurn):
     """A program in line may start: its turn takes its place in the queue."""
 
-    now_s: float
-    program: ProgramId
-    turn: TurnId
     start: Start
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramHeld:
+class ProgramHeld(OfTurn):
     """A program in line may not start yet, or waits for another reason now."""
 
-    now_s: float
-    program: ProgramId
-    turn: TurnId
     start: Start
     behind: ProgramId | None = None  # the first in line, if it is another one
 
@@ -134,31 +125,24 @@ class PinTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class PinRenewed:
+class PinRenewed(OfProgram):
     """A pin's deadline changed."""
 
-    now_s: float
-    program: ProgramId
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class PinReleased:
+class PinReleased(OfProgram):
     """A pin ended: drop its references, the last block's first, so that the prefix is evicted last."""
 
-    now_s: float
-    program: ProgramId
     why: PinEnd
     block_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class EvictFirst:
+class EvictFirst(OfTurn):
     """The KV of the turn's own tokens, after its first `shared_tokens`, is hardly needed again."""
 
-    now_s: float
-    program: ProgramId
-    turn: TurnId
     shared_tokens: int
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 
 class Severity(Enum):
-    """How serious a finding is."""
-
     ERROR = "error"  # it does not work
     WARNING = "warning"  # it works, at a cost that can be avoided
     NOTE = "note"  # good to know
@@ -18,8 +16,6 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
-
     severity: Severity
     name: str  # low cardinality: "memory-full"
     evidence: str  # the observation, with its numbers and units
@@ -34,3 +30,7 @@ note = partial(Finding, Severity.NOTE)
 def plain(value: Any) -> Any:
     """For `json.dumps(default=plain)`: an enum's value, a dataclass as an object."""
     return value.value if isinstance(value, Enum) else asdict(value)
+
+
+def counted(number: float, what: str) -> str:
+    return f"{number:,.0f} {what}{'s' * (round(number) != 1)}"

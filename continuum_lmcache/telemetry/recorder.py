@@ -1,7 +1,7 @@
 """Records what happened to every program and when, in bounded memory, for one run.
 
 Events have the names of the public prototype's file `scheduler_timestamps` (Continuum, arXiv 2511.02230;
-its readers skip what they do not know), and additions: docs/recording.md has the schema. No prompt text is
+its readers skip what they do not know), and additions: docs/report.md has the schema. No prompt text is
 passed to it. Times are arguments on the engine's clock, files have wall time.
 """
 

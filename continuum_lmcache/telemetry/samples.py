@@ -1,7 +1,4 @@
-"""An engine's histogram samples since its last report.
-
-No clock; memory is bounded, also without reports.
-"""
+"""An engine's histogram samples since its last report, bounded also without reports."""
 
 from __future__ import annotations
 
@@ -31,12 +28,10 @@ class MetricSamples:
 
     decisions: Counter[str] = field(default_factory=Counter)  # by the reason of the TTL, since the start
     places: Counter[str] = field(default_factory=Counter)  # starts, waits, and places kept, by reason
-    lost_returns: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
-    lost_tokens: Counter[str] = field(default_factory=Counter)
+    lost_tokens: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Take what the metrics show of the event."""
         match event:
             case TurnArrived() if event.gap_s is not None:
                 self._add("tool_gap_seconds", "", event.gap_s)
@@ -52,9 +47,7 @@ class MetricSamples:
             case ProgramHeld(start=start):
                 self.places[f"held-{start.reason}"] += 1
             case PrefixLost(loss=loss):
-                label = f"{loss.cause.value}-{loss.third}-third"
-                self.lost_returns[label] += 1
-                self.lost_tokens[label] += loss.tokens
+                self.lost_tokens[f"{loss.cause.value}-{loss.third}-third"] += loss.tokens
 
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""

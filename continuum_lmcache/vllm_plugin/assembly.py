@@ -44,8 +44,6 @@ logger = init_logger("vllm.continuum_lmcache")
 
 @dataclass
 class EngineParts:
-    """One engine's parts."""
-
     engine: Engine
     residency: ResidencyLookup
     blocks: GpuBlocks
@@ -86,7 +84,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     blocks = GpuBlocks(scheduler.kv_cache_manager, scheduler.block_size)
     logger.info("KV below the GPU: %s", residency.mode)
     logger.info("tool calls are read by %s", tool_calls.source)
-    if not residency.times_loads:
+    if not residency.knows_sources:
         logger.warning(
             "the KV connector %s does not report where KV is: TTLs are computed as if it stored none",
             type(scheduler.connector).__name__,

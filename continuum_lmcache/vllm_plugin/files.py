@@ -49,7 +49,6 @@ class EngineFiles:
                 write_whole(self.durations_path, [self.durations.dumps()])
 
     def start_save(self) -> threading.Thread:
-        """Save in a thread."""
         thread = threading.Thread(target=self.save, name="continuum-files", daemon=True)
         thread.start()
         return thread

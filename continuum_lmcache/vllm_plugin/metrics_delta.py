@@ -48,7 +48,7 @@ def totals_of(parts: EngineParts) -> Totals:
         "place_decisions": dict(samples.places),
         "ignored_fields": dict(parts.ignored),
         "new_weights": dict(parts.new_weights),
-        "unnamed_prompts": dict(engine.unnamed_prompts),
+        "unnamed_prompts": dict(engine.linker.unnamed),
         "pinned_blocks": {"": pins.pinned_blocks},
         "programs": {"": len(programs.records) - programs.one_turn},
         "tier_store_up": {"": float(residency.store.is_up)} if residency.has_tiers else {},
@@ -69,6 +69,5 @@ def totals_of(parts: EngineParts) -> Totals:
         "longest_wait_seconds": {"": engine.admission.longest_wait_s},
         "working_set_tokens": {"": programs.context_tokens},
         "gpu_capacity_tokens": {"": engine.kv_tokens},
-        "lost_returns": dict(samples.lost_returns),
         "lost_tokens": dict(samples.lost_tokens),
     }

@@ -204,7 +204,6 @@ class ContinuumMixin(Scheduler):
             self._hold_no_memory(request)
 
     def _hold_no_memory(self, request: Request) -> None:
-        """A waiting request has lost its blocks."""
         self._inflight_prefills.discard(request)
         self._turns.to_rekey.add(TurnId(request.request_id))
 
@@ -272,12 +271,10 @@ class ContinuumMixin(Scheduler):
             raise RuntimeError("the KV connector kept its cache, so the weights may not change")
 
     def on_adapter(self, lora_request: LoRARequest) -> None:
-        """vLLM loads an adapter now."""
         if (note := getattr(self.connector, "on_adapter", None)) is not None:
             note(lora_request)
 
     def on_release(self, program: str) -> None:
-        """A client says that its program has ended."""
         self._report_due |= bool(self._pins.pinned)
         self._events.released(self.clock(), ProgramId(program))
 

@@ -13,8 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.steps.prefill_share import PrefillShare
-from continuum_lmcache.steps.step_times import StepTimes
+from continuum_lmcache.steps.step_times import PrefillShare, StepTimes
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 
@@ -23,8 +22,6 @@ LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is limited by other th
 
 
 class StepLaunch(NamedTuple):
-    """A step in flight."""
-
     at_s: float
     prompt_tokens: int
     decoded_each: float  # tokens of each decoding turn; 0: none decodes
@@ -35,14 +32,14 @@ class StepTimer:
 
     def __init__(self, rates: CalibratedCosts, residency: ResidencyLookup) -> None:
         self.prompt_time, self.step_times = PrefillShare(), StepTimes()
-        self._rates, self._store, self._times_loads = rates, residency.store, residency.times_loads
+        self._rates, self._store, self._knows_sources = rates, residency.store, residency.knows_sources
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for an untimed load
 
     def on_run(self, turn: Turn) -> None:
         """The step that was just scheduled has this turn, for the first time or again."""
-        if turn.loaded_tokens and not self._times_loads:
+        if turn.loaded_tokens and not self._knows_sources:
             self._untimed.add(turn.id)
 
     def on_schedule(

@@ -16,6 +16,7 @@ from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.telemetry.events import Event, EvictFirst, PinReleased, PinTaken, ProgramAdmitted
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
+from continuum_lmcache.vllm_plugin.memory.residency import add_sources
 from continuum_lmcache.vllm_plugin.requests import is_end_of_turn, new_turn
 
 
@@ -52,12 +53,11 @@ class TurnEvents:
 
     def _rekey(self, program: ProgramId) -> None:
         """The place of the program's turn in the queue has changed, also if it is preempted."""
-        turn = self._programs.live_turn(program)
-        if turn is not None:
-            self._turns.to_rekey.add(turn)
+        record = self._programs.records.get(program)
+        if record is not None and record.turn is not None:
+            self._turns.to_rekey.add(record.turn)
 
     def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
-        """A step is about to be scheduled."""
         occupancy = Occupancy(is_running, is_queued, prompt_share, self._blocks.free_count)
         self.carry_out(self._engine.tick(now_s, occupancy))
         if self._engine.is_refresh_due(now_s):
@@ -86,21 +86,21 @@ class TurnEvents:
             turn.loaded_tokens = min(turn.loaded_tokens, came)
 
     def ran(self, now_s: float, request: Request) -> None:
-        """The request was scheduled as a new one."""
         turn = self._turns.get(TurnId(request.request_id))
         if turn is None or turn.started_s is not None:
             return
         self._step_timer.on_run(turn)
-        served, program, uses_pin = self._residency.served_from(request, turn), turn.program, False
-        self._residency.count(served)
+        residency, program, uses_pin = self._residency, turn.program, False
+        served = residency.served_from(request, turn)
+        add_sources(residency.prompt_tokens, served, served.total_tokens)
         if not program.is_one_turn:
-            self._residency.count_returned(served, min(program.last_tokens, request.num_prompt_tokens))
+            returned_tokens = min(program.last_tokens, served.total_tokens)
+            add_sources(residency.returned_tokens, served, returned_tokens)
             pin = self._pins.pinned.get(program.id)
             uses_pin = pin is not None and self._blocks.is_used_by(request.request_id, pin.block_ids)
         self.carry_out(self._engine.turn_ran(now_s, turn, request, served, uses_pin))
 
     def preempted(self, now_s: float, turn_ids: Iterable[str]) -> None:
-        """Running requests lost their memory and wait again."""
         for turn in [self._turns[TurnId(i)] for i in turn_ids if i in self._turns]:
             self.carry_out(self._engine.turn_preempted(now_s, turn))
 
@@ -112,7 +112,6 @@ class TurnEvents:
             self.carry_out(self._engine.turn_resumed(now_s, turn, served))
 
     def ended(self, now_s: float, request: Request) -> None:
-        """The request is about to be freed."""
         turn = self._turns.drop(TurnId(request.request_id))
         if turn is not None:
             end = self._end_of(turn, request)
@@ -137,7 +136,6 @@ class TurnEvents:
         self.carry_out(self._engine.release_pins(now_s, programs, PinEnd.RECLAIMED))
 
     def released(self, now_s: float, program: ProgramId) -> None:
-        """The client of this program will send no more turns."""
         self.carry_out(self._engine.program_released(now_s, program))
 
     def release_all_pins(self, now_s: float) -> None:

@@ -21,8 +21,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from connectors.fake.config import FakeConfig
-from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeConfig, FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import chunk_names
 from connectors.tier_model.tier_spec import GB

@@ -114,7 +114,6 @@ class WatchedL2:
         self._adapter.delete(keys)  # what was written of them
 
     def load(self, keys: Keys, objects: list[Any]) -> int:
-        """submit_load_task."""
         task: int = self._load(keys, objects)
         self._loads[task] = keys, objects
         return task

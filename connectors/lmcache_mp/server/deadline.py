@@ -28,7 +28,6 @@ def with_deadline(configs: Mapping[str, Any] | None, end_s: float) -> dict[str, 
 
 
 def is_late(configs: Mapping[str, Any] | None, now_s: float) -> bool:
-    """Whether it is too late to begin a transfer."""
     return configs is not None and UNTIL in configs and now_s > configs[UNTIL]
 
 

@@ -120,7 +120,6 @@ class TierChangeLog:
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
 
     def _held(self, owner: Owner, ssd: bool, name: bytes) -> Set[Piece]:
-        """The readable pieces of a chunk in a tier."""
         return self._pieces.get((owner, ssd), {}).get(name, frozenset())
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
@@ -280,7 +279,6 @@ class MpTierModule:
         return self._l2[-1]
 
     def _knows_all(self) -> bool:
-        """Whether the log has every chunk of every tier."""
         adapters = self.context.storage_manager.l2_adapters()
         return all(adapter.index in self._known_l2 for adapter, _ in adapters)
 

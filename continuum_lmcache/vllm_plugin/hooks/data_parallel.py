@@ -42,7 +42,6 @@ class Home:
 
     @classmethod
     def of(cls, request: Any) -> Home:
-        """Of the conversation that begins with this request."""
         prompt_tokens = len(request.prompt_token_ids or ())
         repeated = slice(*(max(0, prompt_tokens - before) for before in REPEATED))
         return cls(repeated, tokens_at(request, repeated))
@@ -53,7 +52,6 @@ class Home:
 
 
 def tokens_at(request: Any, place: slice) -> int:
-    """A hash of these tokens of the prompt."""
     return hash(tuple((request.prompt_token_ids or ())[place]))
 
 

@@ -70,31 +70,36 @@ def install() -> None:
     for name, module in (OVER_LMCACHE, OVER_NATIVE):  # MultiConnector finds classes by name alone
         KVConnectorFactory.register_connector(name, module, name)
     EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
-        with_continuum(EngineArgs.add_cli_args)
+        around(EngineArgs.add_cli_args, add_cli_args)
     )
     EngineArgs.from_cli_args = classmethod(  # type: ignore[method-assign, assignment]
-        with_tool_parser(EngineArgs.from_cli_args.__func__)  # type: ignore[attr-defined]
+        around(EngineArgs.from_cli_args.__func__, from_cli_args)  # type: ignore[attr-defined]
     )
-    EngineArgs.create_engine_config = with_scheduler(  # type: ignore[method-assign]
-        EngineArgs.create_engine_config
+    EngineArgs.create_engine_config = around(  # type: ignore[method-assign]
+        EngineArgs.create_engine_config, create_engine_config
     )
 
 
-def with_continuum(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """add_cli_args that offers one more policy and takes a file for the KV connector."""
+def around(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function for vLLM's place, which gets vLLM's as its first argument."""
 
     @functools.wraps(stock)
-    def add_cli_args(parser: Any) -> Any:
-        parser = stock(parser)
-        for action in parser._actions:
-            if action.dest == "scheduling_policy" and POLICY not in (action.choices or (POLICY,)):
-                action.choices = [*action.choices, POLICY]
-                action.help = f"{action.help or ''}{HELP}"
-            if action.dest == "kv_transfer_config":
-                action.type = text_or_file(action.type)
-        return parser
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(stock, *args, **kwargs)
 
-    return add_cli_args
+    return call
+
+
+def add_cli_args(stock: Callable[..., Any], parser: Any) -> Any:
+    """Offers one more policy, and takes a file for the KV connector."""
+    parser = stock(parser)
+    for action in parser._actions:
+        if action.dest == "scheduling_policy" and POLICY not in (action.choices or (POLICY,)):
+            action.choices = [*action.choices, POLICY]
+            action.help = f"{action.help or ''}{HELP}"
+        if action.dest == "kv_transfer_config":
+            action.type = text_or_file(action.type)
+    return parser
 
 
 def text_or_file(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -119,47 +124,37 @@ def text_or_file(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def with_tool_parser(stock: Callable[..., EngineArgs]) -> Callable[..., EngineArgs]:
-    """from_cli_args that keeps arguments of the API server: the engine reads tool calls too."""
-
-    @functools.wraps(stock)
-    def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
-        made = stock(cls, args)
-        kept = (*TOOL_PARSER, *rust_frontend.ARGUMENTS)
-        vars(made).update({name: getattr(args, name, None) or "" for name in kept})
-        return made
-
-    return from_cli_args
+def from_cli_args(stock: Callable[..., Any], cls: type[EngineArgs], args: argparse.Namespace) -> Any:
+    """Keeps arguments of the API server: the engine reads tool calls too."""
+    made = stock(cls, args)
+    kept = (*TOOL_PARSER, *rust_frontend.ARGUMENTS)
+    vars(made).update({name: getattr(args, name, None) or "" for name in kept})
+    return made
 
 
-def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
-    """create_engine_config that replaces the policy's name by this package's scheduler."""
-
-    @functools.wraps(stock)
-    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        if self.scheduling_policy != POLICY:
-            return stock(self, *args, **kwargs)
-        self.scheduling_policy = "fcfs"
-        is_command = TOOL_PARSER[0] in vars(self)
-        try:
-            refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
-            config = stock(self, *args, **kwargs)
-            prepare_connector(config, is_command)
-            settings = adopt(config)
-            is_rust = rust_frontend.chosen(self, bool(kwargs.get("headless")))
-            rust = rust_frontend.prepare(self, settings.metrics_port) if is_rust else None
-        except ContinuumError as error:
-            if not is_command:
-                raise
-            raise SystemExit(f"vllm: error: {error}") from None  # a sentence, without a traceback
-        finally:
-            self.scheduling_policy = POLICY
-        # no field of vLLM's, so no hash of the compiled model has it; each engine's process gets it
-        vars(config.scheduler_config).update({name: getattr(self, name, "") for name in TOOL_PARSER})
-        vars(config.scheduler_config)[rust_frontend.TOLD] = rust
-        return config
-
-    return create_engine_config
+def create_engine_config(stock: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+    """Replaces the policy's name by this package's scheduler."""
+    if self.scheduling_policy != POLICY:
+        return stock(self, *args, **kwargs)
+    self.scheduling_policy = "fcfs"
+    is_command = TOOL_PARSER[0] in vars(self)
+    try:
+        refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
+        config = stock(self, *args, **kwargs)
+        prepare_connector(config, is_command)
+        settings = adopt(config)
+        is_rust = rust_frontend.chosen(self, bool(kwargs.get("headless")))
+        rust = rust_frontend.prepare(self, settings.metrics_port) if is_rust else None
+    except ContinuumError as error:
+        if not is_command:
+            raise
+        raise SystemExit(f"vllm: error: {error}") from None  # a sentence, without a traceback
+    finally:
+        self.scheduling_policy = POLICY
+    # no field of vLLM's, so no hash of the compiled model has it; each engine's process gets it
+    vars(config.scheduler_config).update({name: getattr(self, name, "") for name in TOOL_PARSER})
+    vars(config.scheduler_config)[rust_frontend.TOLD] = rust
+    return config
 
 
 def adopt(config: VllmConfig) -> ContinuumConfig:
@@ -264,6 +259,5 @@ def prepare_connector(config: VllmConfig, waits: bool) -> None:
 
 
 def refuse(conflict: bool, reason: str) -> None:
-    """Raise ConfigError if there is a conflict."""
     if conflict:
         raise ConfigError(f"--scheduling-policy {POLICY}: {reason}")

@@ -43,7 +43,7 @@ gauge = partial(Metric, Gauge, more={"multiprocess_mode": "mostrecent"})
 counter = partial(Metric, Counter)
 PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
 LONGEST = "How long a program that comes now waits for a place at most; 0: a usual one starts at once"
-LOST = "Returns that found less than the last turn left, by cause and the third where that begins"
+LOST = "Tokens of the last turn that returns compute again, at most, by cause and the third where that begins"
 DELAY = "Queueing delay of programs' turns, by whether the GPU had lost their context"
 METRICS = {
     "pins": counter("Pins by outcome; `taken` counts all", "outcome"),
@@ -57,8 +57,7 @@ METRICS = {
     "ignored_fields": counter("Requests with a field that was ignored, by field", "field"),
     "new_weights": counter("Calls after which KV of before is not used again, by call", "call"),
     "unnamed_prompts": counter("Prompts without a name, by whether they continue a turn", "outcome"),
-    "lost_returns": counter(LOST, "cause"),
-    "lost_tokens": counter("Tokens that these returns compute again, at most", "cause"),
+    "lost_tokens": counter(LOST, "cause"),
     "load_decisions": counter(
         "Turns for which a tier had KV, by what was decided when they got their blocks", "decision"
     ),
@@ -86,7 +85,6 @@ METRICS = {
 
 
 def attach(stats: SchedulerStats, payload: MetricsPayload) -> SchedulerStats:
-    """The scheduler's stats with our metrics added."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: payload}
     return stats
 
@@ -121,7 +119,6 @@ def updater(key: str, label: str, engine: int) -> Callable[[float], None]:
 
 @cache  # Prometheus refuses a name twice
 def metrics() -> dict[str, Counter | Gauge | Histogram]:
-    """This process's metrics, by key."""
     return {
         key: kind(f"continuum_{key}", text, [*([label] if label else []), "engine"], **more)
         for key, (kind, text, label, more) in METRICS.items()

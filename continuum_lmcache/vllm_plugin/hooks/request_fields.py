@@ -79,12 +79,11 @@ def add_owner(engine: Any) -> None:
 
     @wrapping.hook(engine)
     async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
-        own(getattr(prompt, "sampling_params", None) or params)
+        set_owner(getattr(prompt, "sampling_params", None) or params)
         return await stock(self, request_id, prompt, params, *args, **kw)
 
 
-def own(params: Any) -> None:
-    """Set the owner in a request's parameters."""
+def set_owner(params: Any) -> None:
     if hasattr(params, "extra_args"):
         owner = {OWNER_FIELD: key} if (key := api_keys.owner.get()) else {}
         said = {k: v for k, v in (params.extra_args or {}).items() if k != OWNER_FIELD}

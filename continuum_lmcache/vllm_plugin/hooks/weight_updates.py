@@ -57,11 +57,22 @@ def name_of(method: str | Callable[..., Any]) -> str:
     return method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
 
 
-CHANGES: Mapping[str, Callable[..., str | None]] = {  # by EngineCore's method: its name; None: it reads
-    "collective_rpc": lambda method, *_, **__: name_of(method) if may_train(method) else None,
-    "add_lora": lambda lora_request: "load_inplace" if lora_request.load_inplace else None,
-    "remove_lora": lambda lora_id: "remove_lora",  # noqa: ARG005
-    "set_weight_version": lambda weight_version: "set_weight_version",  # noqa: ARG005
+def before_rpc(scheduler: Any, method: str | Callable[..., Any], *_: Any, **__: Any) -> None:
+    if may_train(method):
+        scheduler.on_new_weights(name_of(method))
+
+
+def before_adapter(scheduler: Any, lora_request: Any) -> None:
+    if lora_request.load_inplace:
+        scheduler.on_new_weights("load_inplace")
+    scheduler.on_adapter(lora_request)
+
+
+BEFORE: Mapping[str, Callable[..., None]] = {  # what the scheduler is told, by EngineCore's method
+    "collective_rpc": before_rpc,
+    "add_lora": before_adapter,
+    "remove_lora": lambda scheduler, lora_id: scheduler.on_new_weights("remove_lora"),  # noqa: ARG005
+    "set_weight_version": lambda scheduler, weight_version: scheduler.on_new_weights("set_weight_version"),  # noqa: ARG005
 }
 
 
@@ -70,8 +81,8 @@ def install() -> None:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.engine.core import EngineCore
 
-    for name, change in CHANGES.items():
-        _note_before(EngineCore, name, change)
+    for name, tell in BEFORE.items():
+        _tell_before(EngineCore, name, tell)
 
     @wrapping.hook(kv_cache_utils)
     def _gen_lora_extra_hash_keys(request: Any) -> list[tuple[Any, ...]]:
@@ -103,16 +114,13 @@ def note(counts: Counter[str], call: str) -> None:
     counts[call] += 1
 
 
-def _note_before(engine: Any, name: str, change: Callable[..., str | None]) -> None:
+def _tell_before(engine: Any, name: str, tell: Callable[..., None]) -> None:
     stock = getattr(engine, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler: Any = getattr(self, "scheduler", None)
         if hasattr(scheduler, "on_new_weights"):  # not while it begins
-            if (by := change(*args, **kwargs)) is not None:
-                scheduler.on_new_weights(by)
-            if name == "add_lora":
-                scheduler.on_adapter(*args, **kwargs)
+            tell(scheduler, *args, **kwargs)
         return stock(self, *args, **kwargs)
 
     call.__name__ = name

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.turns import Turn
@@ -26,13 +26,8 @@ SAME_RECORDING_S = 5.0  # it may be 100 MB
 Row = dict[str, Any]
 
 
-class Shown(NamedTuple):
-    """A program, and what it does."""
-
-    program: Program
-    turn: Turn | None  # None: it is in a tool call
-    state: str
-    place: int  # among the turns in this state, from 1
+Shown = tuple[Program, Turn | None, str, int]
+"""A program, its turn (None: it is in a tool call), what it does, and its place among those, from 1."""
 
 
 class LivePrograms:
@@ -78,18 +73,13 @@ class LivePrograms:
         running = [turn for turn in live if self._runs(turn)]
         queued = [turn for turn in live if not turn.in_line and not self._runs(turn)]
         queued.sort(key=lambda turn: self._engine.order(turn, turn.id in turns.preempted))
-        lined = sorted(filter(lambda turn: turn.in_line, live), key=place_in_line)
+        lined = [turn for turn in live if turn.in_line]
+        lined.sort(key=lambda turn: (turn.program.priority, turn.program.line_since_s))
         away = {program.id: program for program in programs.away()}
         away |= {name: programs.records[name] for name in self._pins.pinned}
         states = (("running", running), ("waiting", queued), ("in line", lined))
-        return [
-            *(
-                Shown(turn.program, turn, s, place)
-                for s, found in states
-                for place, turn in enumerate(found, 1)
-            ),
-            *(Shown(program, None, "in a tool call", 0) for program in away.values() if program.turn is None),
-        ]
+        found = [(turn.program, turn, s, at) for s, turns_in in states for at, turn in enumerate(turns_in, 1)]
+        return [*found, *((each, None, "in a tool call", 0) for each in away.values() if each.turn is None)]
 
     def _runs(self, turn: Turn) -> bool:
         return turn.started_s is not None and turn.id not in self._turns.preempted
@@ -134,7 +124,3 @@ class LivePrograms:
             "unnamed_running": running,
             "unnamed_waiting": singles - running,
         }
-
-
-def place_in_line(turn: Turn) -> tuple[int, float]:
-    return turn.program.priority, turn.program.line_since_s

@@ -87,7 +87,6 @@ async def several_keys(request: Request) -> Response:  # noqa: ARG001 (Starlette
 
 
 def client_of(request: Request) -> Any:
-    """vLLM's client of the engines."""
     state = request.app.state
     return state.engine_client.engine_core
 

@@ -53,7 +53,6 @@ class GpuBlocks:
 
     @property
     def kv_tokens(self) -> int:
-        """How many tokens' KV the GPU holds."""
         return int(self._pool.num_gpu_blocks * self.tokens_per_block)
 
     def pinnable(self, request: Request, tokens: int) -> list[int]:
@@ -141,7 +140,6 @@ class GpuBlocks:
             manager.num_cached_block.update(dict.fromkeys(live, sys.maxsize))  # all are cached, as it were
 
     def is_used_by(self, request_id: str, block_ids: Sequence[int]) -> bool:
-        """Whether the request uses any of these blocks."""
         groups = self._manager.get_blocks(request_id).blocks
         if block_ids and groups[0] and groups[0][0].block_id == block_ids[0]:  # usually
             return True

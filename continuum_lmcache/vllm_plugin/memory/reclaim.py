@@ -81,7 +81,6 @@ class PinReclaimer:
         return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
 
     def __exit__(self, *_: object) -> None:
-        """Restore vLLM's own method."""
         self._in_step = False
         self._replace_allocate_slots(self._stock)
 

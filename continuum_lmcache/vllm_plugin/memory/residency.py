@@ -17,11 +17,11 @@ from continuum_lmcache.types import Residency
 
 
 class ResidencyLookup:
-    """Queries the tier store, if there is one, and counts the sources of prompts' tokens."""
+    """Queries the tier store, if there is one. `TurnEvents` counts the sources of prompts' tokens."""
 
     def __init__(self, connector: Any) -> None:
         self.has_tiers = isinstance(connector, TierStore)
-        self.times_loads = connector is None or self.has_tiers
+        self.knows_sources = connector is None or self.has_tiers
         self.store = connector if isinstance(connector, TierStore) else TierStore()
         self.mode = "none" if connector is None else self.store.mode
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
@@ -38,26 +38,11 @@ class ResidencyLookup:
         gpu = min(turn.gpu_tokens, total)
         loaded = min(turn.loaded_tokens, total - gpu)
         in_dram = total
-        if loaded and self.times_loads:
+        if loaded and self.knows_sources:
             found = self.store.hit_at_lookup(request.request_id) or self._tier_hit(request, total)
             in_dram = found.dram_tokens
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
-
-    def count(self, served: Residency) -> None:
-        self.prompt_tokens["gpu"] += served.gpu_tokens
-        self.prompt_tokens["dram"] += served.dram_tokens
-        self.prompt_tokens["ssd"] += served.ssd_tokens
-        self.prompt_tokens["none"] += served.recompute_tokens
-
-    def count_returned(self, served: Residency, context_tokens: int) -> None:
-        """Add one prompt whose first `context_tokens` are those of the program's last turn."""
-        left_tokens = context_tokens
-        held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
-        for tier, tokens in held.items():
-            self.returned_tokens[tier] += min(tokens, left_tokens)
-            left_tokens -= min(tokens, left_tokens)
-        self.returned_tokens["none"] += left_tokens
 
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
         if not self.has_tiers:
@@ -67,3 +52,12 @@ class ResidencyLookup:
             token_ids = token_ids[:tokens]
         salt, adapter = request.cache_salt or "", request.lora_request
         return self.store.locate(Prefix(token_ids, request.block_hashes, salt, adapter))
+
+
+def add_sources(counts: Counter[str], served: Residency, tokens: int) -> None:
+    """Count the first `tokens` of a prompt by where their KV came from."""
+    held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
+    for tier, held_tokens in held.items():
+        counts[tier] += min(held_tokens, tokens)
+        tokens -= min(held_tokens, tokens)
+    counts["none"] += tokens
