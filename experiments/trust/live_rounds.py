@@ -8,7 +8,7 @@
 vLLM with `--scheduling-policy continuum`, two adapters, and an LMCache server with a little DRAM and a disk.
 Three tenants, each with an API key of its own, hold conversations with the model and both adapters. All begin
 with the same few texts, so KV of another tenant, adapter, version or checkpoint has their tokens. In each
-round each tenant asks beside a change, and again after it:
+round each tenant asks two questions beside a change, and two after it:
 
     again      an adapter is saved over, unloaded and loaded
     in place   it is saved over and loaded in place, in a pause or not
@@ -54,9 +54,10 @@ from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
 from experiments.trust.damage import DAMAGE, files_of
 
 TENANTS = ("key-a", "key-b", "key-c")
+AT_ONCE = 2  # a tenant's questions
 MODEL, ADAPTERS, VERSIONS = "tiny", ("a", "b"), 3
 CHECKPOINTS = (0, 1)  # their seeds
-CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 256, 24, 0.5
+CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 256, 40, 0.5
 PLAYED = "played.json"
 OUTPUT_TOKENS, TOOL_TOKENS = 12, (40, 300)
 FIRST_TOKENS, LONGEST_TOKENS, WINDOW_TOKENS = 2 * CHUNK_TOKENS + 40, 1500, 2048
@@ -64,7 +65,7 @@ STORIES = 3
 ALIKE, ROUNDING = 1e-3, 0.02  # of log probabilities in float32; other KV is off by more than 0.1
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "64")
 ALWAYS = ("--dtype", "float32", "--max-model-len", str(WINDOW_TOKENS), *LORA)
-OURS = ("--scheduling-policy", "continuum", "--num-gpu-blocks-override", "40", "--shutdown-timeout", "20")
+OURS = ("--scheduling-policy", "continuum", "--num-gpu-blocks-override", "48", "--shutdown-timeout", "20")
 ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -75,7 +76,7 @@ WEIGHED = {  # how often each change is drawn
     "in place": 4,
     "weights": 3,
     "lmcache": 2,
-    "engine": 2,
+    "engine": 1,
     "damage": 5,
     "dropped": 2,
 }
@@ -333,27 +334,34 @@ class Rounds:
         kind = self.draw.choices(list(WEIGHED), list(WEIGHED.values()))[0]
         means, change = changes[kind]()
         before = servers.weights, dict(servers.newest)
-        with ThreadPoolExecutor(len(TENANTS)) as clients:
-            beside = [clients.submit(self.ask, key, *self.next_turn(key)) for key in TENANTS]
+        with ThreadPoolExecutor(AT_ONCE * len(TENANTS)) as clients:
+            beside = [clients.submit(self.ask, *turn) for turn in self.next_turns()]
             time.sleep(self.draw.choice([0.0, 0.1, 0.4]))
             change()
             states = [before, (servers.weights, servers.newest)]
             for each in beside:
                 self.take(number, means, states, *each.result())
             servers.done[means.kind] += 1
-            after = [clients.submit(self.ask, key, *self.next_turn(key)) for key in TENANTS]
+            after = [clients.submit(self.ask, *turn) for turn in self.next_turns()]
             for each in after:
                 self.take(number, Change(f"after {means.kind}"), states[1:], *each.result())
 
-    def next_turn(self, key: str) -> tuple[str, Conversation, bool]:
-        """The tenant's next question: to the model or an adapter, as the next turn of its conversation."""
-        name = self.draw.choice([MODEL, *ADAPTERS, *ADAPTERS])
+    def next_turns(self) -> list[tuple[str, str, Conversation, bool]]:
+        """Each tenant's next questions, as the next turns of its conversations: by key, and to whom."""
+        return [
+            (key, name, self.conversation(key, name), self.draw.random() < 0.1)
+            for key in TENANTS
+            for name in self.draw.sample([MODEL, *ADAPTERS], AT_ONCE)
+        ]
+
+    def conversation(self, key: str, name: str) -> Conversation:
+        """The tenant's with the model or an adapter, or a new one after a long one."""
         held = self.open.get((key, name))
         if held is None or len(held.prompt) > LONGEST_TOKENS:
             self._programs += 1
             held = Conversation(f"program-{self._programs}", list(self.draw.choice(self.stories)))
             self.open[key, name] = held
-        return name, held, self.draw.random() < 0.1
+        return held
 
     def ask(
         self, key: str, name: str, conversation: Conversation, is_last: bool
