@@ -488,13 +488,13 @@ def play(
     folder: Annotated[Path, typer.Argument(help="for logs, LMCache's files and the answers; a new one")],
     seed: Annotated[int | None, typer.Option(help="of everything that is drawn; else a new one")] = None,
     requests: Annotated[int, typer.Option(help="answers that can be judged")] = 100,
-    minutes: Annotated[float, typer.Option(help="at most, in whole rounds")] = 30.0,
+    minutes: Annotated[float, typer.Option(help="at most, in whole rounds, once all runs")] = 30.0,
     checksums: Annotated[bool, typer.Option(help="without them LMCache's files are believed")] = True,
 ) -> None:
     """Rounds on real servers. `judge` says whether the answers were right."""
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     print(f"--seed {seed}", flush=True)
-    draw, number, end_s = random.Random(seed), 0, time.monotonic() + 60 * minutes
+    draw, number = random.Random(seed), 0
     l1_gb = L1_CHUNKS * CHUNK_TOKENS * KV_BYTES_PER_TOKEN["float32"] / 2**30
     off = ["--server-module", json.dumps({"module_path": MODULE, "config": {"checksums": False}})]
     more = [] if checksums else off
@@ -503,7 +503,7 @@ def play(
             l1_gb, folder / "disk", folder / "mp.log", *more, module=checksums, disk_gb=DISK_GB
         )
         servers = Servers(folder, draw, until.enter_context(lmcache), until)
-        rounds = Rounds(servers, draw)
+        rounds, end_s = Rounds(servers, draw), time.monotonic() + 60 * minutes
         while len(rounds.answers) < requests and time.monotonic() < end_s:
             rounds.play(number := number + 1)
         servers.count_sources()
