@@ -134,13 +134,12 @@ def engine(
     kv_bytes = max(kv_tokens, longest_tokens) * KV_BYTES_PER_TOKEN[dtype]
     return LLM(
         str(make_model(WORK / model, config=MODELS[model])),
-        scheduling_policy="continuum",
         dtype=dtype,
         max_model_len=longest_tokens,
         num_gpu_blocks_override=kv_tokens // kind.block_tokens,
         kv_cache_memory_bytes=kv_bytes,  # else vLLM measures what others on this GPU take meanwhile
         disable_log_stats=False,
-        **{**kind.options, **options},
+        **{"scheduling_policy": "continuum", **kind.options, **options},
     )
 
 

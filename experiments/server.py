@@ -84,17 +84,19 @@ def serve(
     name: str = "tiny",
     start_s: float = 600.0,
     on_gpu: bool = False,
+    vllm: Sequence[str] = (),
 ) -> Iterator[str]:
     """Serve `model` as `name` and yield the base URL (without /v1) once it is healthy.
 
     `on_gpu`: with vLLM's own compilation and CUDA graphs, which a CPU server here goes without.
+    `vllm`: the command in place of the installed `vllm`.
     Raises ServerError with the log's tail if it exits first or is not up within `start_s`.
     """
     unwind_on_sigterm()
     port = reserved_port()
     always, settings = (GPU_ARGS, GPU_ENV) if on_gpu else (CPU_ARGS, CPU_ENV)
-    command = [*script("vllm", "vllm.entrypoints.cli.main"), "serve", str(model), "--served-model-name", name]
-    command += ["--host", "127.0.0.1", "--port", str(port), *always, *args]
+    command = [*(vllm or script("vllm", "vllm.entrypoints.cli.main")), "serve", str(model)]
+    command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *always, *args]
     inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to
     process = begun(command, {**inherited, **settings, **(env or {})}, log)
     try:

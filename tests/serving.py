@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import forking_vllm
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import PATIENCE_S, wait_for
 
-from experiments import server
+from experiments import forking_vllm, server
 from experiments.server import fast_dtype
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
@@ -37,15 +34,13 @@ CHUNK_GIB = CHUNK_BYTES / 2**30
 HTTP = httpx.Client(  # one for all: each new one reads the system's certificates. A connection a request
     timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0)
 )
-FORKING = [sys.executable, str(Path(forking_vllm.__file__))]
+FORKING = list(forking_vllm.COMMAND)
 
 
 @contextmanager
 def serve(model: Path, args: Sequence[str], **settings: Any) -> Iterator[str]:
     """experiments.server's, quicker: its processes are forks, and it computes in DTYPE."""
-    with ExitStack() as running:
-        with mock.patch.object(server, "script", lambda *_: FORKING):
-            url = running.enter_context(server.serve(model, ["--dtype", DTYPE, *args], **settings))
+    with server.serve(model, ["--dtype", DTYPE, *args], vllm=FORKING, **settings) as url:
         yield url
 
 

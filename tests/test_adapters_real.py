@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from serving import BLOCK, HTTP, Answer, Server, ids, serve
 
 from experiments.server import reserved_port
+from experiments.tiny_adapters import Version, save_adapter
 from experiments.tiny_model import make_model
 
 pytestmark = pytest.mark.real
@@ -41,24 +40,6 @@ ARGS = (
         "64",
     ),  # one that is evicted is read again from its folder, whatever that has by then
 )
-WIDTHS = {"q_proj": 512, "k_proj": 256, "v_proj": 256}
-Version = tuple[str, int]
-
-
-def save_adapter(folder: Path, model: Path, version: Version) -> Path:
-    """An adapter's files, of a strength that changes each token; over those that are there."""
-    draw, tensors = torch.Generator().manual_seed(10 * ord(version[0]) + version[1]), {}
-    for layer in range(8):
-        for name, width in WIDTHS.items():
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}."
-            tensors[at + "lora_A.weight"] = torch.randn(8, 512, generator=draw) * 512**-0.5
-            tensors[at + "lora_B.weight"] = torch.randn(width, 8, generator=draw) * 0.5
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8, "bias": "none"}
-    about |= {"target_modules": list(WIDTHS), "base_model_name_or_path": str(model)}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return folder
 
 
 class Adapters:

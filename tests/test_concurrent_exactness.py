@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forking_vllm import fork_from_now_on
 from serving import BLOCK, ids
 from waiting import until_stored
 
@@ -25,6 +24,7 @@ from experiments.exactness import (
     reference,
     sources,
 )
+from experiments.forking_vllm import fork_from_now_on
 
 pytestmark = pytest.mark.real
 

@@ -27,59 +27,12 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Tier
 from experiments.mp_server import MpProcess
+from experiments.trust.damage import DAMAGE, files_of
 
 OFF = json.dumps({"module_path": MODULE, "config": {"checksums": False}})
 CHUNK_BYTES = CHUNK * MpEngine.bytes_per_token
-FLIPPED_BYTES = 64
 PROMPTS = [prompt(program, 3) for program in range(8)]
 Make = Callable[..., MpRig]
-
-
-def files_of(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.data"))
-
-
-def flip(file: Path, draw: random.Random) -> None:
-    whole = bytearray(file.read_bytes())
-    at = draw.randrange(CHUNK_BYTES - FLIPPED_BYTES)
-    whole[at : at + FLIPPED_BYTES] = bytes(255 - byte for byte in whole[at : at + FLIPPED_BYTES])
-    file.write_bytes(whole)
-
-
-def zero(file: Path, draw: random.Random) -> None:
-    size = file.stat().st_size
-    file.write_bytes(
-        bytes(size) if draw.random() < 0.5 else bytes(CHUNK_BYTES) + file.read_bytes()[CHUNK_BYTES:]
-    )
-
-
-def swap(file: Path, draw: random.Random) -> None:
-    other = draw.choice([each for each in files_of(file.parent) if each != file])
-    mine, others = file.read_bytes(), other.read_bytes()
-    file.write_bytes(others)
-    other.write_bytes(mine)
-
-
-def rename_over(file: Path, draw: random.Random) -> None:
-    other = draw.choice([each for each in files_of(file.parent) if each != file])
-    other.replace(file)
-
-
-def cut(file: Path, draw: random.Random) -> None:
-    os.truncate(file, draw.randrange(file.stat().st_size))
-
-
-def lose_the_trailer(file: Path, draw: random.Random) -> None:  # noqa: ARG001
-    """A kill between LMCache's rename and our append; or a file of stock LMCache."""
-    os.truncate(file, file.stat().st_size - TRAILER_BYTES)
-
-
-def append(file: Path, draw: random.Random) -> None:
-    with file.open("ab") as opened:
-        opened.write(draw.randbytes(draw.randrange(1, 64)))
-
-
-DAMAGE = (flip, zero, swap, rename_over, cut, lose_the_trailer, append)
 
 
 def found_of(rig: MpEngine, token_ids: list[int]) -> int:

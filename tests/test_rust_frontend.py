@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from client_requests import CLIENTS, PARENT
+from client_requests import CLIENTS, PARENT, Client, completion, session
 from console import Command, metrics_server
 from console import text_of as page
 from serving import HTTP, Server, ids, serve
@@ -32,9 +32,22 @@ ARGS = (
     *("--max-model-len", "2560", "--scheduling-policy", "continuum", "--max-num-seqs", "16"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
-NAMED = {  # of the clients below, by the Rust server
+FIELDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # headers and body, of a chat
+    "header X-Session-ID": ({"X-Session-ID": "field-1"}, {}),
+    "header X-Correlation-ID": ({"X-Correlation-ID": "field-2"}, {}),
+    "session_id": ({}, {"session_id": "field-3"}),
+    "job_id": ({}, {"job_id": "field-4"}),
+    "program_id": ({}, {"program_id": "field-5"}),
+    "vllm_xargs.job_id": ({}, {"vllm_xargs": {"job_id": "field-6"}}),
+}
+BOTH = {  # clients and fields that name a program by the Python server and by the Rust one
     *("OpenCode", "Harbor", "agent_hint in vllm_xargs"),
     *("agentic_context", "agentic_context of a session's agents"),
+    *("header X-Session-ID", "session_id", "vllm_xargs.job_id"),
+}
+UNNAMED = {  # by neither: hints, which alone name nothing
+    *("Claude Code, headers stripped", "Claude Code before 2.1.78", "prompt_cache_key", "AgentX"),
+    "header X-Correlation-ID",
 }
 RUST_VERSION = '{"version": "0.32.0", "rust_frontend_version": "0.32.0"}'
 RUST = {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": RUST_PATH}
@@ -125,10 +138,14 @@ def engine_of(server: Server) -> Server:
     return Server(f"{host}:{int(port) + METRICS_PORT_OFFSET}")
 
 
+def of_fields(headers: dict[str, str], body: dict[str, Any]) -> Client:
+    return session(lambda agent, turn: completion(agent, turn, headers, **body))
+
+
 def named_turns(server: Server, metrics: Server) -> dict[str, int]:
-    """By client: of three turns of its parent, those for which a program was found."""
+    """By client, and by field: of three turns of its parent, those for which a program was found."""
     found = {}
-    for name, client in CLIENTS.items():
+    for name, client in (CLIENTS | {name: of_fields(*sent) for name, sent in FIELDS.items()}).items():
         before = metrics.metric("continuum_ttl_decisions_total")
         for each in (each for each in client.turns if each.agent == PARENT):
             own = {"max_output_tokens" if each.path == "/v1/responses" else "max_tokens": 4}
@@ -144,7 +161,17 @@ def named_turns(server: Server, metrics: Server) -> dict[str, int]:
 def test_three_turns_of_each_client_arrive_named_by_what_the_rust_server_passes_on(rust: Server) -> None:
     found = named_turns(rust, engine_of(rust))
     print(json.dumps(found))
-    assert {name for name, turns in found.items() if turns == 3} == NAMED, json.dumps(found)
+    assert {name for name, turns in found.items() if turns == 3} == BOTH, json.dumps(found)
+
+
+@pytest.mark.real
+def test_the_same_turns_arrive_named_by_the_python_server(model: Path, folder: Path) -> None:
+    if not RUST_PATH:
+        pytest.skip("the other half of the comparison with vllm-rs")
+    with serve(model, ARGS, log=folder / "python.log") as url:
+        found = named_turns(Server(url), Server(url))
+    print(json.dumps(found))
+    assert set(found) - {name for name, turns in found.items() if turns == 3} == UNNAMED, json.dumps(found)
 
 
 @pytest.mark.real

@@ -1,6 +1,6 @@
 """`vllm` whose engines, workers and front-ends are forks of one process, which imports everything once.
 
-    python tests/forking_vllm.py serve MODEL ...
+    python experiments/forking_vllm.py serve MODEL ...
 
 On a CPU vLLM spawns them, and each imports everything anew: some seconds of a core. That a spawned process
 loads the plugin by itself is tested where vLLM itself is started: test_wheel.
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+COMMAND = (sys.executable, __file__)  # in place of `vllm`
 
 
 class OfVllm:
@@ -35,7 +37,7 @@ def fork_from_now_on(put: Callable[[Any, str, Any], None]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the tests
+    del sys.path[0]  # experiments/
     fork_from_now_on(setattr)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # else it wakes the parent's loop
     from vllm.entrypoints.cli.main import main

@@ -1,0 +1,175 @@
+"""Parts of vLLM that this package does not know, on stock vLLM and beside `continuum`: is every token right?
+
+    python -m experiments.trust.others                     # every row, ten minutes on a CPU
+    python -m experiments.trust.others drafts ExampleConnector
+
+A row is a KV connector that is none of ours, or n-gram drafts. Each runs on both in an engine of its own, on
+prompts that are asked three times with little memory. Every token is compared with the model's in plain
+PyTorch, in float32.
+
+`wrong` counts the tokens that are off, `warned` how often the log says that the connector does not report
+where KV is. Where no engine starts there is the reason in place of figures.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from experiments.exactness import (
+    CPU,
+    EXACT,
+    OUTPUT_TOKENS,
+    SETTINGS,
+    Conversation,
+    drawn,
+    engine,
+    judged,
+    reference,
+)
+from experiments.forking_vllm import fork_from_now_on
+
+FORKING = multiprocessing.get_context("fork")
+STOCK, OURS = "fcfs", "continuum"
+ROUNDS, PROMPTS, PROMPT_TOKENS, KV_TOKENS = 3, 6, 700, 28 * 128
+DRAFTS = "drafts"
+OF_LMCACHE = {  # LMCache's own, by its path: its plain name gives ours
+    "LMCacheConnectorV1": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
+}
+NAMES = (
+    *("ExampleConnector", "MultiConnector", "SimpleCPUOffloadConnector", "NixlConnector"),
+    *("MooncakeStoreConnector", *OF_LMCACHE, DRAFTS),
+)
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+WARNING = "does not report where KV is"
+FIGURES = {
+    "gpu": "vllm:prefix_cache_hits",
+    "beyond": "vllm:external_prefix_cache_hits",
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
+
+
+def connector(name: str, extra: dict[str, Any], module: str | None = None) -> dict[str, Any]:
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return config | ({"kv_connector_module_path": module} if module else {})
+
+
+def options_of(name: str, folder: Path) -> dict[str, Any]:
+    """A row's options of vllm.LLM; the folder is for what a connector writes."""
+    if name == DRAFTS:
+        return {"speculative_config": NGRAMS}
+    example = [connector("ExampleConnector", {"shared_storage_path": str(folder / at)}) for at in "abc"]
+    if name in OF_LMCACHE:
+        tier = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 0.25}
+        return {"kv_transfer_config": connector(name, tier, OF_LMCACHE[name])}
+    others = {
+        "ExampleConnector": example[0],
+        "MultiConnector": connector(name, {"connectors": example[1:]}),
+        "SimpleCPUOffloadConnector": connector(name, {"cpu_bytes_to_use": 1 << 28}),
+        "NixlConnector": connector(name, {}) | {"kv_buffer_device": "cpu"},
+    }
+    return {"kv_transfer_config": others.get(name, connector(name, {}))}
+
+
+def play(llm: Any) -> list[Conversation]:
+    """Each prompt three times, the others between: the GPU has lost it, and a connector may have it."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    draw = random.Random(0)
+    prompts = [drawn(draw, PROMPT_TOKENS // 2) * 2 for _ in range(PROMPTS)]
+    found = []
+    for number in range(ROUNDS):
+        for program, prompt in enumerate(prompts):
+            fields = {"job_id": f"p-{program}", "is_last_step": number == ROUNDS - 1}
+            params = SamplingParams(
+                temperature=0, max_tokens=OUTPUT_TOKENS, logprobs=0, ignore_eos=True, extra_args=fields
+            )
+            (answer,) = llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)
+            conversation = Conversation(list(prompt))
+            for token, step in zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True):
+                conversation.logprobs[len(conversation.tokens)] = step[token].logprob
+                conversation.tokens.append(token)
+            found.append(conversation)
+    return found
+
+
+def in_this_process(options: dict[str, Any], policy: str, model: Any) -> dict[str, Any]:
+    begun_s = time.monotonic()
+    os.environ.update(SETTINGS | dict(CPU.env) | {"CONTINUUM_POLICY": "continuum"})
+    if config := options.get("kv_transfer_config"):
+        from vllm.config import KVTransferConfig
+
+        options = {**options, "kv_transfer_config": KVTransferConfig(**config)}
+    llm = engine({**options, "scheduling_policy": policy}, kv_tokens=KV_TOKENS)
+    started_s = time.monotonic()
+    played = play(llm)
+    ended_s = time.monotonic()
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    pairs = [pair for each in played for pair in judged(each, model)]
+    return {
+        "tokens": len(pairs),
+        "wrong": sum(off >= EXACT["cpu"] or below >= EXACT["cpu"] for off, below in pairs),
+        "start_s": round(started_s - begun_s, 1),
+        "seconds": round(ended_s - started_s, 1),
+        **{name: int(values[of]) for name, of in FIGURES.items() if of in values},
+    }
+
+
+def child(options: dict[str, Any], policy: str, model: Any, log: Path, answer: Connection) -> None:
+    os.setsid()
+    with log.open("w") as out:
+        for number in (1, 2):
+            os.dup2(out.fileno(), number)
+    answer.send(in_this_process(options, policy, model))
+
+
+def measured(options: dict[str, Any], policy: str, model: Any, log: Path) -> dict[str, Any]:
+    """In a fork, whose log is read: an engine that fails takes nothing with it."""
+    answers, answer = Pipe(duplex=False)
+    process = FORKING.Process(target=child, args=(options, policy, model, log, answer))
+    process.start()
+    answer.close()
+    try:
+        found = answers.recv()
+    except EOFError:
+        said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        found = {"error": (said or ["it ended without a word"])[-1][-200:]}
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return {**found, "warned": log.read_text(errors="replace").count(WARNING)}
+
+
+def main(names: Annotated[list[str] | None, typer.Argument(help="of rows; else all")] = None) -> None:
+    """Exit status 1 if a token is wrong, or an engine fails, beside ours and not on stock."""
+    fork_from_now_on(setattr)
+    model, worse = reference(), False
+    with TemporaryDirectory() as folder:
+        for name in names or NAMES:
+            both = {}
+            for policy in (STOCK, OURS):
+                place = Path(folder, name, policy)
+                place.mkdir(parents=True)
+                both[policy] = measured(options_of(name, place), policy, model, place / "log")
+                print(name, policy, json.dumps(both[policy]), flush=True)
+            worse |= both[OURS].get("wrong", 0) > both[STOCK].get("wrong", 0)
+            worse |= "error" in both[OURS] and "error" not in both[STOCK]
+    raise typer.Exit(worse)
+
+
+if __name__ == "__main__":
+    typer.run(main)
