@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,10 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.policy.interface import Room
 from continuum_lmcache.serve.scaling import FULL, IN_TIME, LIVE, replicas
 from continuum_lmcache.types import Place, ProgramId
+from experiments.fleet.rising import Delays, Scaled, arriving, p90_s, ramp_s, run
+from experiments.fleet.routers import Ours
+from experiments.fleet.table import MACHINE
+from experiments.table1 import Lognormal, Shape, draw
 
 ROOM = Room(ContinuumConfig(), 1000.0, 0, 0.0, 0.0, 0, False, 0.0, Place(True, "", 0.0))
 PACE = Pace(forecast_tokens=100.0, away=4, yielded=0, turn_s=0.0)
@@ -81,3 +86,17 @@ def test_a_replica_that_has_not_served_yet_asks_for_nothing() -> None:
     assert replicas(context([18, 0], [20]))[0] == replicas(context([18], [20]))[0]
     assert replicas(context([], []))[0] == replicas(context([0, 0], []))[0] == 2
     assert replicas(SimpleNamespace(aggregated_metrics=None, target_num_replicas=3))[0] == 3
+
+
+def test_as_load_rises_the_signal_asks_for_a_replica_before_first_tokens_are_late_and_gives_it_back() -> None:
+    """In the simulator, on vLLM's scheduler: ten minutes of load that one replica cannot serve in time."""
+    arrivals_s = ramp_s(seed=1, highest=0.5, lasts_s=600.0)
+    shape = Shape(Lognormal(5, 2), Lognormal(6.0, 4.0), Lognormal(8_000, 2_000), "bash")
+    programs = arriving(draw(shape, "ramp", len(arrivals_s), 1), arrivals_s)
+    small, scaled = replace(MACHINE, kv_tokens=32_768), Scaled(2, Delays(up_s=0.0, down_s=60.0, start_s=15.0))
+    with_it, alone = run(programs, scaled, 2, small), run(programs, Ours(), 1, small)
+    late = [at_s for at_s in range(0, 600, 60) if p90_s(alone, at_s, at_s + 60.0) > 30.0]
+    asked = [each.at_s for each in scaled.asked if each.wanted == 2]
+    assert late and asked and 60.0 < asked[0] < late[0]
+    assert max(p90_s(with_it, at_s, at_s + 60.0) for at_s in range(0, 600, 60)) < 10.0
+    assert [scaled.asked[0].up, max(each.up for each in scaled.asked), scaled.asked[-1].up] == [1, 2, 1]
