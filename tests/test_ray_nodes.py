@@ -1,7 +1,7 @@
 """Two nodes of Ray's own test cluster on this machine: what dies under its programs, without an engine.
 
 The router, the state, the proxies and the replicas' reports are the product's; replicas answer at once.
-Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (docs/ray.md).
+Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (tests/README.md).
 """
 
 from __future__ import annotations

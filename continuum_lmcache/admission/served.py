@@ -23,11 +23,11 @@ def served_in_time(room: Room, pace: Pace, limit_s: float) -> float:
 
     The contexts that fit the GPU run at the same time. Meanwhile others are in tool calls: as many as now,
     since a GPU that is full ends no fewer turns a second. The contexts of those with a place must fit too, on
-    the GPU or in a tier. More wait: by Little's law turns a second times the mean wait.
+    the GPU or in a tier. More wait: by Little's law turns a second times the mean wait. One is always served.
     """
     running, placed = (
         max(0.0, tokens - room.head_tokens) / pace.forecast_tokens
         for tokens in (room.fits_tokens, max(room.fits_tokens, room.tier_tokens))
     )
     waiting = limit_s / P90_WAITS / pace.turn_s if pace.turn_s else 0.0
-    return min(running + pace.away, placed) + pace.yielded + waiting
+    return max(1.0, min(running + pace.away, placed) + pace.yielded + waiting)

@@ -2,7 +2,7 @@
 
 A real Ray Serve with the product's names, router, state and reports; its replicas answer at once instead of
 running vLLM. CPU time of the processes, which other load on the machine does not change, and latency, which
-it does. Needs an environment with Ray (docs/ray.md).
+it does. Needs an environment with Ray (docs/fleet.md).
 """
 
 from __future__ import annotations
