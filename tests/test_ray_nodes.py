@@ -1,7 +1,7 @@
 """Two nodes of Ray's own test cluster on this machine: what dies under its programs, without an engine.
 
 The router, the state, the proxies and the replicas' reports are the product's; replicas answer at once.
-Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (tests/README.md).
+Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (README.md).
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ def url(cluster: Any) -> str:
     port = reserved_port()
     assert len(cluster.list_all_nodes()) == 2
     serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
-    deploy("1")
+    deploy()
     return f"http://127.0.0.1:{port}"
 
 
-def deploy(version: str, **options: Any) -> None:
-    deployed = app.deployment(SETTINGS, Answering).options(max_replicas_per_node=1, version=version)
+def deploy(**options: Any) -> None:
+    """Each deploy is another version."""
+    deployed = app.deployment(SETTINGS, Answering).options(max_replicas_per_node=1)
     serve.run(deployed.options(**options).bind(SETTINGS))
 
 
@@ -143,7 +144,7 @@ def test_programs_of_a_dead_node_go_to_the_other_one_and_stay_and_a_new_node_get
 def test_programs_go_on_while_another_version_is_deployed_and_stay_where_they_go(url: str) -> None:
     before, old = homes(url, "d"), replicas(url)
     with ThreadPoolExecutor(1) as pool:
-        deployed = pool.submit(deploy, "2")
+        deployed = pool.submit(deploy)
         during = homes(url, "d")
         while not deployed.done():
             for name, there in homes(url, "d").items():
@@ -162,7 +163,7 @@ def test_a_replica_is_started_for_more_programs_than_one_serves_in_time_and_give
     policy = {"policy_function": "continuum_lmcache.serve.scaling:replicas"}
     scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, "look_back_period_s": 2.0}
     scaling |= {"upscale_delay_s": 1.0, "downscale_delay_s": 1.0, "initial_replicas": 1}
-    deploy("3", num_replicas=None, autoscaling_config=scaling)
+    deploy(num_replicas=None, autoscaling_config=scaling)
     becomes(lambda: len(replicas(url)) == 1, "one replica")
     before = homes(url, "s")  # 30 programs; a replica without an engine says that it serves 25 in time
     becomes(lambda: len(replicas(url)) == 2, "another replica")
@@ -174,4 +175,4 @@ def test_a_replica_is_started_for_more_programs_than_one_serves_in_time_and_give
             sent(url, prefix + name, is_last_step=True)
     becomes(lambda: len(replicas(url)) == 1, "one replica again")
     assert homes(url, "s", turns=2)[PROGRAMS[0]]
-    deploy("4", num_replicas=2)
+    deploy(num_replicas=2)
