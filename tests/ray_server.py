@@ -1,4 +1,4 @@
-"""Starts a fleet on Ray Serve on this machine's CPUs, and always stops all of it (docs/ray.md).
+"""Starts a fleet on Ray Serve on this machine's CPUs, and always stops all of it (docs/fleet.md).
 
 with serve_fleet(model, folder) as url: ...
 """

@@ -1,7 +1,7 @@
 """Two nodes of Ray's own test cluster on this machine: what dies under its programs, without an engine.
 
 The router, the state, the proxies and the replicas' reports are the product's; replicas answer at once.
-Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (docs/ray.md).
+Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (README.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -34,6 +36,7 @@ from experiments.server import reserved_port
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
 PROGRAMS = [f"run-{i}" for i in range(30)]
+SETTINGS = ServeSettings("m", replicas=2, gpus=0, cpus=0.1, key=secrets.token_hex(32))
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +62,14 @@ def url(cluster: Any) -> str:
     port = reserved_port()
     assert len(cluster.list_all_nodes()) == 2
     serve.start(proxy_location="EveryNode", http_options={"host": "127.0.0.1", "port": port})
-    settings = ServeSettings("m", replicas=2, gpus=0, cpus=0.1, key=secrets.token_hex(32))
-    deployed = app.deployment(settings, Answering).options(max_replicas_per_node=1)
-    serve.run(deployed.bind(settings))
+    deploy()
     return f"http://127.0.0.1:{port}"
+
+
+def deploy(**options: Any) -> None:
+    """Each deploy is another version."""
+    deployed = app.deployment(SETTINGS, Answering).options(max_replicas_per_node=1)
+    serve.run(deployed.options(**options).bind(SETTINGS))
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +77,12 @@ def _both_replicas(cluster: Any, url: str) -> None:
     """An earlier test may have killed a node."""
     if len(cluster.list_all_nodes()) < 2:
         cluster.add_node(**NODE)
-    becomes(lambda: len(fleet_report(url).get("replicas", ())) == 2, "two replicas report")
+    becomes(lambda: len(replicas(url)) == 2, "two replicas report")
     becomes(lambda: len(running("ray::ProxyActor")) == 2, "two proxies")
+
+
+def replicas(url: str) -> set[str]:
+    return {row["replica"] for row in fleet_report(url).get("replicas", ())}
 
 
 def homes(url: str, prefix: str, turns: int = 1) -> dict[str, list[str]]:
@@ -84,10 +95,10 @@ def homes(url: str, prefix: str, turns: int = 1) -> dict[str, list[str]]:
     return found
 
 
-def sent(url: str, program: str) -> httpx.Response:
+def sent(url: str, program: str, **fields: Any) -> httpx.Response:
     for _ in range(100):
         try:
-            answer = httpx.post(f"{url}/v1/completions", json={"job_id": program}, timeout=60)
+            answer = httpx.post(f"{url}/v1/completions", json={"job_id": program} | fields, timeout=60)
         except httpx.TransportError:
             time.sleep(0.2)
             continue
@@ -125,6 +136,43 @@ def test_programs_of_a_dead_node_go_to_the_other_one_and_stay_and_a_new_node_get
     alive = {replica for replicas in after.values() for replica in replicas}
     assert len(alive) == 1 and alive < {replicas[0] for replicas in before.values()}
     cluster.add_node(**NODE)
-    becomes(lambda: len(fleet_report(url).get("replicas", ())) == 2, "a replica on the new node")
+    becomes(lambda: len(replicas(url)) == 2, "a replica on the new node")
     assert homes(url, "n") == {name: [*alive] for name in PROGRAMS}, "started programs stay"
     assert len({replicas[0] for replicas in homes(url, "new").values()}) == 2
+
+
+def test_programs_go_on_while_another_version_is_deployed_and_stay_where_they_go(url: str) -> None:
+    before, old = homes(url, "d"), replicas(url)
+    with ThreadPoolExecutor(1) as pool:
+        deployed = pool.submit(deploy)
+        during = homes(url, "d")
+        while not deployed.done():
+            for name, there in homes(url, "d").items():
+                during[name] += there
+        deployed.result()
+    after = homes(url, "d", turns=2)
+    assert all(len(set(there)) == 1 for there in after.values())
+    assert not old & {there[0] for there in after.values()}
+    moved = [sum(a != b for a, b in pairwise(before[n] + during[n] + after[n])) for n in after]
+    assert max(moved) <= 2, "from an old replica to the other one at most, and then to a new one"
+
+
+def test_a_replica_is_started_for_more_programs_than_one_serves_in_time_and_given_back_after(
+    url: str,
+) -> None:
+    policy = {"policy_function": "continuum_lmcache.serve.scaling:replicas"}
+    scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, "look_back_period_s": 2.0}
+    scaling |= {"upscale_delay_s": 1.0, "downscale_delay_s": 1.0, "initial_replicas": 1}
+    deploy(num_replicas=None, autoscaling_config=scaling)
+    becomes(lambda: len(replicas(url)) == 1, "one replica")
+    before = homes(url, "s")  # 30 programs; a replica without an engine says that it serves 25 in time
+    becomes(lambda: len(replicas(url)) == 2, "another replica")
+    assert homes(url, "s") == before, "started programs stay"
+    new = homes(url, "new-s")
+    assert len({there[0] for there in new.values()}) == 2
+    for name in PROGRAMS:
+        for prefix in ("s", "new-s")[: 1 + (name != PROGRAMS[0])]:
+            sent(url, prefix + name, is_last_step=True)
+    becomes(lambda: len(replicas(url)) == 1, "one replica again")
+    assert homes(url, "s", turns=2)[PROGRAMS[0]]
+    deploy(num_replicas=2)

@@ -1,6 +1,6 @@
 """Two small replicas and one LMCache server under Ray: a replica, the state and LMCache's server die in turn.
 
-Runs where Ray is installed (docs/ray.md); one start for all tests, which pass in any order.
+Runs where Ray is installed (tests/README.md); one start for all tests, which pass in any order.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ray.serve.request_router import PendingRequest
 
 from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.serve.names import ApiKeys, TurnName
-from continuum_lmcache.serve.router import PATIENCE_S, POLL_S, SHORT_S, ProgramRouter
+from continuum_lmcache.serve.router import HOME_S, PATIENCE_S, POLL_S, SHORT_S, ProgramRouter
 
 pytestmark = pytest.mark.anyio
 OURS = DeploymentID(name="vllm", app_name="default")
@@ -139,6 +139,31 @@ async def test_turns_wait_for_the_next_state_and_go_where_it_sends_them() -> Non
     made._find_state = lambda: state(goes_to("b"))  # type: ignore[method-assign]
     assert [await each for each in turns] == ["b"] * 4
     assert made._patience_s == PATIENCE_S
+
+
+async def test_while_no_state_answers_a_turn_goes_where_its_program_was_sent_before_at_once() -> None:
+    made, now_s = router(state(goes_to("b")), "a", "b", "c"), asyncio.get_running_loop().time
+    assert await sent(made, turn(1, program="p")) == "b"
+    made._state = None
+    made._find_state = lambda: None  # type: ignore[method-assign]
+    for number in range(2, 5):
+        began_s = now_s()
+        assert await sent(made, turn(number, program="p")) == "b"
+        assert now_s() - began_s == pytest.approx(HOME_S)
+    new = asyncio.create_task(sent(made, turn(9, program="new")))
+    await asyncio.sleep(1.0)
+    assert not new.done(), "another program still waits for the state"
+    made._find_state = lambda: state(goes_to("c"))  # type: ignore[method-assign]
+    assert [await new, await sent(made, turn(5, program="p"))] == ["c", "c"], "the next state decides again"
+
+
+async def test_a_turn_goes_by_the_ring_if_its_programs_last_replica_died_with_the_state() -> None:
+    made = router(state(goes_to("b")), "a", "b")
+    assert await sent(made, turn(1, program="p")) == "b"
+    made._state = None
+    made._find_state = lambda: None  # type: ignore[method-assign]
+    made.on_replica_actor_died(ReplicaID("b", OURS))
+    assert await sent(made, turn(2, program="p")) == "a"
 
 
 async def test_if_no_state_comes_turns_go_by_the_ring_and_a_program_stays_together() -> None:

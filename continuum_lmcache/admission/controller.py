@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from continuum_lmcache.admission.served import Pace, served_in_time
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.policy.interface import EngineState, FirstInLine, Line, Places, Policy, Room
 from continuum_lmcache.programs.program import Program, Stage
@@ -125,6 +126,16 @@ class AdmissionController:
     def is_waited_for(self) -> bool:
         """Whether a program waits in the line."""
         return self.programs.in_stage[Stage.IN_LINE] > 0
+
+    @property
+    def programs_in_time(self) -> float | None:
+        """How many live programs would have their first tokens in time; None: no program has a place."""
+        programs, started = self.programs, self.programs.started
+        if not started:
+            return None
+        away, yielded = programs.in_stage[Stage.AWAY], programs.in_stage[Stage.YIELDED]
+        pace = Pace(programs.started_tokens / started, away, yielded, mean_time_s(self._turn_ends_s))
+        return served_in_time(self._room(False, 1.0), pace, self.config.first_token_limit_s)
 
     @property
     def headroom_tokens(self) -> float:

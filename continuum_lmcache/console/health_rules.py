@@ -52,6 +52,14 @@ def longest_wait_s(page: MetricsPage) -> float | None:
     return max(page.values("continuum_longest_wait_seconds"), default=None)
 
 
+def replicas_in_time(page: MetricsPage) -> float | None:
+    """How many engines like these would serve the programs of all in time."""
+    live, in_time = (
+        page.by(name, "engine") for name in ("continuum_live_programs", "continuum_programs_in_time")
+    )
+    return sum(live.get(engine, 0.0) / most for engine, most in in_time.items()) if in_time else None
+
+
 def first_token_s(page: MetricsPage) -> float | None:
     """The mean time to a first token since the start; None before the first."""
     turns = page.count(f"{FIRST_TOKEN}_count")

@@ -50,8 +50,8 @@ class MetricsPage:
 
 def scrape(url: str, replica: int | None = None, metrics_port: int = 0) -> MetricsPage:
     """The server's /metrics, with the API key of VLLM_API_KEY, if it is set. `replica`: of one in a fleet
-    (docs/ray.md). vLLM's HTTP server in Rust has none of our metrics: its engines' are added, which begin at
-    `metrics_port`. Raises ServerError."""
+    (docs/fleet.md). vLLM's HTTP server in Rust has none of our metrics: its engines' are added, which begin
+    at `metrics_port`. Raises ServerError."""
     path = "/metrics" if replica is None else f"/metrics?replica={replica}"
     key = os.environ.get("VLLM_API_KEY", "")
     page = page_of(answer(url + path, key), url)

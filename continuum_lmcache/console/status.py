@@ -28,6 +28,8 @@ FIGURES: Mapping[str, tuple[str, Read, str]] = {  # how it is called, read and p
         "{:,.0f}",
     ),
     "longest_wait_s": ("  one that came now would wait at most", rules.longest_wait_s, "{:,.0f} s"),
+    "live_programs": ("live programs", lambda page: page.total("continuum_live_programs"), "{:,.0f}"),
+    "replicas_in_time": ("  engines that would serve them in time", rules.replicas_in_time, "{:.1f}"),
     "kv_usage": ("KV cache in use", rules.kv_usage, "{:.0%}"),
     "pinned_share": ("  of it pinned", rules.pinned_share, "{:.0%}"),
     "finished_turns": ("turns finished", lambda page: page.total(rules.FINISHED), "{:,.0f}"),

@@ -191,6 +191,11 @@ class ProgramTable:
         return self.in_stage[Stage.ACTIVE] + self.in_stage[Stage.AWAY]
 
     @property
+    def live(self) -> int:
+        """How many programs have a turn here, or are expected back from a tool call."""
+        return self.started + self.in_stage[Stage.IN_LINE] + self.in_stage[Stage.YIELDED]
+
+    @property
     def context_tokens(self) -> int:
         """Tokens that all programs have now, also those in line; a head in use counts once."""
         return self._own_tokens + self.heads.tokens

@@ -7,5 +7,5 @@
     a node      lmcache_server.py: one LMCache MP server below all of its replicas
     app.py      build(args): the application for `serve run` and for a Serve config file
 
-Seams, read and run on Ray 2.60.0 (docs/ray.md has them): all alpha, so the extra `fleet` is pinned to 2.60.
+Seams, read and run on Ray 2.60.0 (docs/fleet.md has them): all alpha, so the extra `fleet` is pinned to 2.60.
 """

@@ -42,7 +42,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 def prepare() -> None:
     """Set the environment of a Ray that is started here: `serve run` starts one after this.
 
-    A Ray that runs already has its own (docs/ray.md). Ray 2.60 has read LOOPBACK when it was imported.
+    A Ray that runs already has its own (docs/fleet.md). Ray 2.60 has read LOOPBACK when it was imported.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

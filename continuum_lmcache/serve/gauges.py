@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import REGISTRY, Counter
 
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
@@ -11,5 +13,13 @@ turns = Counter(*TURNS)
 
 def requests() -> int:
     """Waiting and running ones of this process's one engine."""
-    families = REGISTRY.restricted_registry(REQUESTS).collect()
-    return int(sum(sample.value for family in families for sample in family.samples))
+    return int(sum(values(REQUESTS).values()))
+
+
+def values(names: Iterable[str]) -> dict[str, float]:
+    """The gauges that this process's engine has reported, by name."""
+    found: dict[str, float] = {}
+    for family in REGISTRY.restricted_registry(names).collect():
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found

@@ -34,9 +34,10 @@ from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, p
 from continuum_lmcache.types import ProgramId
 
 HEADER = "x-continuum-turn"
-ENVIRONMENT = {  # of Ray's proxies
+ENVIRONMENT = {  # of Ray's proxies and controller
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
     "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
+    "RAY_SERVE_DEPLOYMENT_ACTOR_HEALTH_CHECK_PERIOD_S": "1",  # a dead state is noticed; Ray's own: 10 s
 }
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MOST_BYTES = 4 << 20  # of a body that is read here: a million tokens of text

@@ -1,8 +1,8 @@
 """One replica of the deployment: vLLM's server in Ray's process, which reports to the fleet's state.
 
 Seams, read and run on Ray 2.60.0: serve.ingress() with __serve_build_asgi_app__, check_health,
-record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor; the request context's
-session_id. Of vLLM 0.32: the request id of a Responses answer. vLLM itself is in
+record_replica_metadata, record_autoscaling_stats, serve.get_replica_context, serve.get_deployment_actor; the
+request context's session_id. Of vLLM 0.32: the request id of a Responses answer. vLLM itself is in
 vllm_plugin/watched_server.py.
 """
 
@@ -24,7 +24,7 @@ from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
-from continuum_lmcache.serve import gauges
+from continuum_lmcache.serve import gauges, scaling
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
@@ -101,6 +101,10 @@ class Replica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of a replica: `?replica=N` selects the one of rank N."""
         return {"rank": self.rank}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Ray's autoscaling gets of each replica."""
+        return gauges.values((scaling.LIVE, scaling.IN_TIME))
 
     async def check_health(self) -> None:
         """Ray calls this every few seconds; an exception makes it replace the replica."""

@@ -1,14 +1,15 @@
-"""Ray's router, in each proxy: it asks the fleet's state where a turn goes, and uses a hash ring if the
-state does not answer.
+"""Ray's router, in each proxy: it asks the fleet's state where a turn goes, and answers itself while the
+state is away.
 
 It replaces the program's name, which has a hash of the client's credentials in it (names.py), by a keyed
 hash. The state and the replicas see no other name. The key is in the application's config, which
 Serve's controller keeps: the same in all routers.
 
-It knows no program's home. While the state is away turns wait for the next one. If none comes they go by
-Ray's ring, which puts a program's turns on one replica whichever proxy they pass, and the state learns of
-that home from the replica's report. A replica that this router does not see, since it died or drains, gets
-no turn: the state is asked again without it.
+It keeps where the state sent each program last, and uses that only while the state is away. Then a turn of
+such a program goes there after HOME_S. Others wait for the next state. If none comes they go by Ray's ring,
+which puts a program's turns on one replica whichever proxy they pass, and the state learns of that home from
+the replica's report. A replica that this router does not see, since it died or drains, gets no turn: the
+state is asked again without it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
@@ -29,12 +30,15 @@ from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NA
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import Route
 from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
+from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
-PATIENCE_S = 30.0  # for the state's answer, or its successor's: Ray may need 10 s to start one
-SHORT_S = 0.2  # for its answer, once a turn has waited so long in vain
+HOME_S = 0.5  # for the state's answer, where the turn's program was sent before
+PATIENCE_S = 30.0  # else, or for that of its successor, which Ray starts within seconds where a core is free
+SHORT_S = 0.2  # once a turn has waited so long in vain
 POLL_S = 0.1  # between two looks for another state
 MOST_GONE = 8  # replicas that the state names for one turn, and that this router does not see
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
@@ -52,6 +56,7 @@ class ProgramRouter(ConsistentHashRouter):
         self._state: Any = None
         self._patience_s = PATIENCE_S
         self._look_at_s = 0.0
+        self._homes: BoundedDict[str, str] = BoundedDict(MOST_PROGRAMS)
         self._by_name: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -89,10 +94,13 @@ class ProgramRouter(ConsistentHashRouter):
         return chosen or await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
     async def _ask_state(self, pending_request: PendingRequest, turn: TurnName) -> RunningReplica | None:
-        """The state's choice. None: it does not answer, or knows no replica that is here."""
+        """The state's choice; where it sent the program last, if it does not answer or knows no replica that
+        is here. None: it has not."""
         gone: list[str] = []
+        home = self._by_name.get(self._homes.get(turn.program, ""))
+        patience_s = self._patience_s if home is None else HOME_S
         try:
-            async with asyncio.timeout(self._patience_s):  # wait_for of Python 3.11 can lose a cancellation
+            async with asyncio.timeout(patience_s):  # wait_for of Python 3.11 can lose a cancellation
                 while len(gone) < MOST_GONE:
                     answer = await self._answer(turn, gone)
                     self._patience_s = PATIENCE_S
@@ -102,12 +110,16 @@ class ProgramRouter(ConsistentHashRouter):
                         turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
                         turn = replace(turn, turns=turns, age_s=age_s, why=why)
                         pending_request.metadata.session_id = str(turn)
+                        if turn.program:
+                            self._homes[turn.program] = answer.replica
                         return chosen
                     gone.append(answer.replica)
         except TimeoutError:
-            logger.warning("The fleet's state does not answer: this router places turns by a hash meanwhile")
-            self._state, self._patience_s = None, SHORT_S
-        return None
+            self._state = None
+            if home is None:
+                logger.warning("The fleet's state does not answer: this router places new programs by a hash")
+                self._patience_s = SHORT_S
+        return home
 
     async def _answer(self, turn: TurnName, gone: list[str]) -> Route | None:
         """The state's, or its successor's."""

@@ -40,7 +40,7 @@ def totals_of(parts: EngineParts) -> Totals:
     """All figures of the engine now."""
     engine, residency, samples = parts.engine, parts.residency, parts.samples
     pins, programs, learned = engine.pins, engine.programs, engine.learned
-    rates, costs = learned.rates, learned.rates.costs
+    rates, costs, in_time = learned.rates, learned.rates.costs, engine.admission.programs_in_time
     return {
         "pins": {"taken": pins.taken, **{outcome.value: pins.outcomes[outcome] for outcome in PinEnd}},
         "pins_refused": REFUSALS | pins.refused,
@@ -66,6 +66,8 @@ def totals_of(parts: EngineParts) -> Totals:
         "prefill_seconds_per_token_pair": {"": costs.prefill.per_pair_s},
         "eviction_delay_seconds": {"": learned.queue_delay_s},
         "programs_held": {"": programs.in_stage[Stage.IN_LINE]},
+        "live_programs": {"": programs.live},
+        "programs_in_time": {} if in_time is None else {"": in_time},
         "longest_wait_seconds": {"": engine.admission.longest_wait_s},
         "working_set_tokens": {"": programs.context_tokens},
         "gpu_capacity_tokens": {"": engine.kv_tokens},

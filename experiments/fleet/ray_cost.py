@@ -2,7 +2,7 @@
 
 A real Ray Serve with the product's names, router, state and reports; its replicas answer at once instead of
 running vLLM. CPU time of the processes, which other load on the machine does not change, and latency, which
-it does. Needs an environment with Ray (docs/ray.md).
+it does. Needs an environment with Ray (docs/fleet.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport
-from continuum_lmcache.serve import app
+from continuum_lmcache.serve import app, scaling
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica import Replica, ReplicaHeader
 from continuum_lmcache.serve.settings import ServeSettings
@@ -35,13 +35,21 @@ from experiments.sim.result import percentile
 from experiments.tables import markdown
 
 REPORTS = 2000
+IN_TIME = 25.0
 PROCESSES = "ray::ProxyActor", "ray::FleetState"
 STATE_OF = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}default::vllm::"
 PROMPT = "x" * 20_000  # 5,000 tokens of text
 
 
 class Answering(Replica):
-    """A replica without an engine: each turn is answered at once, and reports go to the state."""
+    """A replica without an engine: each turn is answered at once, and reports go to the state. To autoscaling
+    it says that it serves IN_TIME programs in time."""
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return {
+            scaling.LIVE: float(len(self._programs._programs)),
+            scaling.IN_TIME: IN_TIME,
+        }
 
     async def __serve_build_asgi_app__(self) -> ReplicaHeader:
         async def healthy() -> None:

@@ -13,7 +13,7 @@ All but ours see exact present figures; a real router's are late and partly esti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -121,6 +121,7 @@ class Ours(Router):
 
     def __init__(self, waits: bool | None = None) -> None:
         self.fleet, self._waits = Fleet(), waits
+        self.gone: Collection[str] = ()  # replicas that drain
         self._programs: dict[int, ReplicaPrograms] = {}
         self._reported_s = -REPORT_S
 
@@ -130,7 +131,7 @@ class Ours(Router):
             for replica in replicas:
                 self._report(now_s, replica)
         program = ProgramId(turn.program)
-        route = self.fleet.on_arrival(now_s, program)
+        route = self.fleet.on_arrival(now_s, program, self.gone)
         assert route is not None, "replicas have reported"
         self._programs[int(route.replica)].on_start(
             now_s, turn.id, [program], route.program_turns, route.program_age_s

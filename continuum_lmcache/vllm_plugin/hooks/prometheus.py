@@ -43,6 +43,7 @@ gauge = partial(Metric, Gauge, more={"multiprocess_mode": "mostrecent"})
 counter = partial(Metric, Counter)
 PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
 LONGEST = "How long a program that comes now waits for a place at most; 0: a usual one starts at once"
+IN_TIME = "How many live programs would have nine of ten first tokens within first_token_limit_s"
 LOST = "Tokens of the last turn that returns compute again, at most, by cause and the third where that begins"
 DELAY = "Queueing delay of programs' turns, by whether the GPU had lost their context"
 METRICS = {
@@ -77,6 +78,8 @@ METRICS = {
     "working_set_tokens": gauge("Sum of the contexts of all programs that are expected to continue"),
     "gpu_capacity_tokens": gauge("Capacity of the GPU's KV cache in tokens"),
     "programs_held": gauge("Programs that wait in admission's line for a place"),
+    "live_programs": gauge("Programs with a turn here, or in a tool call and expected back"),
+    "programs_in_time": gauge(IN_TIME),
     "longest_wait_seconds": gauge(LONGEST),
     "ttl_seconds": histogram("TTL of finished turns", TTL_BUCKETS_S),
     "tool_gap_seconds": histogram("Time from a turn's end to the program's next turn", GAP_BUCKETS_S),
