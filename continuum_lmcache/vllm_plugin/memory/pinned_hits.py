@@ -35,7 +35,7 @@ class PinnedHits:
 
     def __init__(self, manager: KVCacheManager, turns: TurnTable, pins: PinTable) -> None:
         self._turns, self._pins, coordinator = turns, pins, manager.coordinator
-        self._pool = pool = manager.block_pool
+        pool, self._all_blocks = manager.block_pool, manager.block_pool.blocks
         self._pinned: Sequence[KVCacheBlock] = ()  # of the program whose request is looked up
         self._latest: tuple[Sequence[int], Sequence[KVCacheBlock]] = ((), ())
         """The block ids of the pin that was looked up last, since a turn without room is looked up each step,
@@ -60,7 +60,7 @@ class PinnedHits:
         pin = self._pins.pinned.get(turn.program.id) if turn is not None else None
         if pin is not None:
             if pin.block_ids is not self._latest[0]:
-                blocks = map(self._pool.blocks.__getitem__, pin.block_ids)
+                blocks = map(self._all_blocks.__getitem__, pin.block_ids)
                 self._latest = pin.block_ids, list(takewhile(HASH, blocks))
             self._pinned = self._latest[1]
         try:
