@@ -95,13 +95,10 @@ class FakeSchedulerSide:
             config.chunk_tokens,
             f"a multiple of the engine's blocks of {block_tokens} tokens: only whole blocks are moved",
         )
+        self.blocks_per_chunk = config.chunk_tokens // block_tokens
         self.tracked: dict[str, TrackedRequest] = {}
         self.load_selector: LoadSelector = load_all
         self._loads: list[LoadJob] = []
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        return self.config.chunk_tokens // self.block_tokens
 
     def offered_tokens(self, request: Request, gpu_tokens: int) -> int:
         """How many tokens after the first `gpu_tokens` a load would return. Changes no tier."""

@@ -85,12 +85,10 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     logger.info("KV below the GPU: %s", residency.mode)
     logger.info("tool calls are read by %s", tool_calls.source)
     if not residency.knows_sources:
-        logger.warning(
-            "the KV connector %s does not report where KV is: TTLs are computed as if it stored none",
-            type(scheduler.connector).__name__,
-        )
+        text = "the KV connector %s does not report where KV is: TTLs are computed as if it stored none"
+        logger.warning(text, type(scheduler.connector).__name__)
     residency.store.set_load_selector(engine.load_policy.tokens_to_load)
-    step_timer, rust = StepTimer(learned.rates, residency), rust_frontend.told(scheduler.vllm_config)
+    step_timer, rust = StepTimer(learned.rates, residency), told.get(rust_frontend.TOLD)
     if rust is not None:
         rust.show_metrics(config.policy, rank)
     return EngineParts(engine, residency, blocks, step_timer, tool_calls, files, rust is not None)
@@ -119,12 +117,8 @@ def costs_of(config: ContinuumConfig, kv_bytes_per_token: int, on: VllmConfig) -
     if not costs.measured:
         logger.warning("continuum.profile %s was not measured: its numbers are from data sheets", path)
     if costs.kv_bytes_per_token != kv_bytes_per_token:
-        logger.warning(
-            "continuum.profile %s is of a model with %d bytes of KV a token; this one has %d",
-            path,
-            costs.kv_bytes_per_token,
-            kv_bytes_per_token,
-        )
+        text = "continuum.profile %s is of a model with %d bytes of KV a token; this one has %d"
+        logger.warning(text, path, costs.kv_bytes_per_token, kv_bytes_per_token)
     return costs
 
 

@@ -60,17 +60,18 @@ def words(args: argparse.Namespace, module: bool = True) -> list[str]:
     modules = list(args.server_module)
     if module and not any(MODULE in given for given in modules):
         modules.append(json.dumps({"module_path": MODULE}))
-    found = ["--l1-size-gb", f"{args.l1_size_gb:g}", "--chunk-size", str(args.chunk_size)]
-    found += ["--eviction-policy", args.eviction_policy]
-    if args.eviction_trigger_watermark is not None:
-        found += ["--eviction-trigger-watermark", f"{args.eviction_trigger_watermark:g}"]
-    found += ["--supported-transfer-mode", args.supported_transfer_mode, "--shm-name", args.shm_name]
-    found += ["--http-port", str(args.http_port), "--l2-prefetch-policy", args.l2_prefetch_policy]
-    for adapter in args.l2_adapter:
-        found += ["--l2-adapter", json.dumps(adapter)]
-    for given in modules:
-        found += ["--server-module", given]
+    found = []
+    for name, value in (vars(args) | {"server_module": modules}).items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
+                found += [f"--{name.replace('_', '-')}", as_word(one)]
     return found
+
+
+def as_word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def shm_name(port: int) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 from prometheus_client import start_http_server
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from continuum_lmcache.config import METRICS_PORT_OFFSET
@@ -65,8 +64,3 @@ def prepare(arguments: Any, metrics_port: int) -> RustFrontend:
     found = RustFrontend(str(host), metrics_port or int(port or 0) + METRICS_PORT_OFFSET)
     logger.warning(LIMITS, found.port)
     return found
-
-
-def told(config: VllmConfig) -> RustFrontend | None:
-    """The one before this engine; None: vLLM's in Python, or none."""
-    return vars(config.scheduler_config).get(TOLD)

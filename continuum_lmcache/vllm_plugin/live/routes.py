@@ -32,14 +32,12 @@ SEVERAL_KEYS = (
 
 def continuum_programs(engine_core: Any) -> str:
     """Of EngineCore: what `LivePrograms.text` says."""
-    live = engine_core.scheduler.live
-    return str(live.text())
+    return str(engine_core.scheduler.live.text())
 
 
 def continuum_recording(engine_core: Any) -> Future[str]:
     """Of EngineCore: what `LivePrograms.save_recording` says."""
-    live = engine_core.scheduler.live
-    saved: Future[str] = live.save_recording()
+    saved: Future[str] = engine_core.scheduler.live.save_recording()
     return saved
 
 
@@ -87,8 +85,7 @@ async def several_keys(request: Request) -> Response:  # noqa: ARG001 (Starlette
 
 
 def client_of(request: Request) -> Any:
-    state = request.app.state
-    return state.engine_client.engine_core
+    return request.app.state.engine_client.engine_core
 
 
 def refusal(status: int, why: str) -> JSONResponse:
