@@ -22,9 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cards import (
     CARDS,
-    CHUNK_TOKENS,
-    DISK_BYTES_PER_S,
-    DISK_FIXED_S,
     STEP_S,
     Card,
     assumed_costs,
@@ -64,31 +61,24 @@ def derived(name: str, kv_tokens: int | None = None) -> dict[str, Any]:
 
 def sections(card: Card, costs: CostModel, weight_bytes: float, kv_tokens: int) -> dict[str, Any]:
     """A profile without its provenance. `weight_bytes`: that a decode of one rank reads."""
-    compute = {
-        "per_token_s": rounded(costs.prefill.per_token_s),
-        "per_pair_s": rounded(costs.prefill.per_pair_s),
-    }
+    found = asdict(costs)
+    for name in ("per_token_s", "per_pair_s"):
+        found["prefill"][name] = rounded(found["prefill"][name])
     memory_bytes_per_s = card.memory_bytes_per_s * card.memory_share
-    copy = asdict(costs.dram)
-    disk = {"fixed_s": DISK_FIXED_S, "samples": 0}
     return {
-        "prefill": {"fixed_s": STEP_S, **compute, "samples": 0},
-        "dram": copy,
-        "ssd": {"bytes_per_s": DISK_BYTES_PER_S, **disk},
-        "kv_bytes_per_token": costs.kv_bytes_per_token,
-        "chunk_tokens": CHUNK_TOKENS,
+        **found,
         "step": {
             "fixed_s": STEP_S,
             "per_sequence_s": 0.0,
-            "per_token_s": compute["per_token_s"],
+            "per_token_s": found["prefill"]["per_token_s"],
             "least_linear_s": rounded(weight_bytes / memory_bytes_per_s),
             "half_rate_tokens": 0.0,
-            "per_pair_s": compute["per_pair_s"],
+            "per_pair_s": found["prefill"]["per_pair_s"],
             "per_cached_token_s": rounded(costs.kv_bytes_per_token / memory_bytes_per_s),
             "samples": 0,
         },
-        "dram_store": dict(copy),
-        "ssd_store": {"bytes_per_s": DISK_WRITE_BYTES_PER_S, **disk},
+        "dram_store": dict(found["dram"]),
+        "ssd_store": found["ssd"] | {"bytes_per_s": DISK_WRITE_BYTES_PER_S},
         "kv_tokens": kv_tokens,
     }
 

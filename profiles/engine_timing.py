@@ -78,10 +78,8 @@ class Engine:
         model = config.model_config
         if model.use_mla:
             raise ProfileError("models with latent attention (MLA) are not measured yet")
-        layers, heads = (
-            model.get_num_layers(config.parallel_config),
-            model.get_num_kv_heads(config.parallel_config),
-        )
+        layers = model.get_num_layers(config.parallel_config)
+        heads = model.get_num_kv_heads(config.parallel_config)
         token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
         return KvShape(layers, token_bytes, config.cache_config.block_size, model.dtype)
 

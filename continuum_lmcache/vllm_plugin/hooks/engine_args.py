@@ -63,21 +63,17 @@ TOOL_PARSER = ("tool_call_parser", "tool_parser_plugin")  # arguments of `vllm s
 
 
 def install() -> None:
-    """Wrap the two methods, once a process."""
+    """Wrap the three methods, once a process."""
     if getattr(EngineArgs, "_continuum", False):
         return
     EngineArgs._continuum = True  # type: ignore[attr-defined]
     for name, module in (OVER_LMCACHE, OVER_NATIVE):  # MultiConnector finds classes by name alone
         KVConnectorFactory.register_connector(name, module, name)
-    EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
-        around(EngineArgs.add_cli_args, add_cli_args)
-    )
-    EngineArgs.from_cli_args = classmethod(  # type: ignore[method-assign, assignment]
-        around(EngineArgs.from_cli_args.__func__, from_cli_args)  # type: ignore[attr-defined]
-    )
-    EngineArgs.create_engine_config = around(  # type: ignore[method-assign]
-        EngineArgs.create_engine_config, create_engine_config
-    )
+    for ours in (add_cli_args, from_cli_args, create_engine_config):
+        stock = vars(EngineArgs)[ours.__name__]
+        is_plain = not isinstance(stock, staticmethod | classmethod)
+        call = around(stock if is_plain else stock.__func__, ours)
+        setattr(EngineArgs, ours.__name__, call if is_plain else type(stock)(call))
 
 
 def around(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
