@@ -379,7 +379,7 @@ class Engine:
         self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, place)
         events.append(self._finished(now_s, turn, end, tool, retention, place))
         if (pin := self.pins.take(now_s, ended, retention, call.block_ids)) is not None:
-            events.append(PinTaken(now_s, pin))
+            events.append(PinTaken(now_s, pin.program, pin))
         evicts = self.policy.evicts_first  # after the pin: its blocks do not go first
         if evicts is not None and evicts(End(False, 0, 0, state.lost_share)).is_first:
             events.append(self._evict_first(now_s, turn, prompt))

@@ -70,7 +70,9 @@ class Run:
         if keep.ttl_s > 0:
             ended = FinishedTurn(program, 1, tool, prompt_tokens + 10, 7, served)
             self.recorder.record(
-                PinTaken(finish_s, Pin(program, range(7), finish_s, finish_s + keep.ttl_s, keep, ended))
+                PinTaken(
+                    finish_s, program, Pin(program, range(7), finish_s, finish_s + keep.ttl_s, keep, ended)
+                )
             )
 
     def unpinned(self, at_s: float, job: str, outcome: PinEnd) -> None:

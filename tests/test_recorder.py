@@ -45,7 +45,7 @@ def run_turn(recorder: EventRecorder, program: ProgramId, turn: str, at_s: float
 def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -> None:
     recorder = EventRecorder(EPOCH_S)
     run_turn(recorder, A, "t1", 10.0)
-    recorder.record(PinTaken(12.5, Pin(A, range(66), 12.5, 15.5, KEEP, ENDED)))
+    recorder.record(PinTaken(12.5, A, Pin(A, range(66), 12.5, 15.5, KEEP, ENDED)))
     recorder.record(PinReleased(14.0, A, PinEnd.REUSED))
     recorder.record(ProgramEnded(20.0, A, 1))
     assert recorder.snapshot()[A] == [
@@ -117,7 +117,7 @@ def test_numbers_that_json_lacks_become_null() -> None:
     forever = Retention(math.inf, "", benefit_s=math.nan)
     recorder.record(TurnArrived(0.0, A, TurnId("t"), 1))
     recorder.record(TurnFinished(1.0, A, TurnId("t"), (), 1, 0, False, forever))
-    recorder.record(PinTaken(1.0, Pin(A, range(1), 1.0, math.inf, forever, ENDED)))
+    recorder.record(PinTaken(1.0, A, Pin(A, range(1), 1.0, math.inf, forever, ENDED)))
     text = json.dumps(recorder.snapshot(), allow_nan=False)
     assert '"ttl_s": null' in text and '"benefit_s": null' in text and '"deadline": null' in text
 

@@ -59,19 +59,19 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
 def locked(port: int) -> Iterator[None]:
     """Hold this user's lock of a port; wait for it LOCK_S. Raises ConfigError, ServerError."""
     path = Path(tempfile.gettempdir(), f"continuum-lmcache-{os.getuid()}-{port}.lock")
+    theirs = ConfigError(
+        f"{path}, by which only one engine at a time starts LMCache's server, is not this user's own "
+        "file; remove it, or set TMPDIR to a folder of your own"
+    )
     try:
-        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        is_ours = os.fstat(held).st_uid == os.getuid()
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     except OSError:
-        held, is_ours = -1, False
-    try:
-        if not is_ours:
-            raise ConfigError(
-                f"{path}, by which only one engine at a time starts LMCache's server, is not this user's own "
-                "file; remove it, or set TMPDIR to a folder of your own"
-            )
+        raise theirs from None
+    with file:
+        if os.fstat(file.fileno()).st_uid != os.getuid():
+            raise theirs
         end_s, told = time.monotonic() + LOCK_S, False
-        while not _take(held):
+        while not _take(file.fileno()):
             if not told:
                 logger.info("Another engine starts LMCache's server on port %d; this one waits for it", port)
             if time.monotonic() > end_s:
@@ -82,9 +82,6 @@ def locked(port: int) -> Iterator[None]:
             told = True
             time.sleep(0.2)
         yield
-    finally:
-        if held >= 0:
-            os.close(held)
 
 
 def _take(held: int) -> bool:

@@ -113,15 +113,10 @@ class ProgramHeld(OfTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class PinTaken:
+class PinTaken(OfProgram):
     """Hold a reference on each of a finished turn's blocks."""
 
-    now_s: float
     pin: Pin
-
-    @property
-    def program(self) -> ProgramId:
-        return self.pin.program
 
 
 @dataclass(frozen=True, slots=True)
