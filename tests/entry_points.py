@@ -77,7 +77,7 @@ def plain_app(keys: list[str]) -> FastAPI:
 def to_engine(request: Any) -> dict[str, Any]:
     """The parameters of a request, with the fields about its program separate."""
     params = request.to_sampling_params(16, {})
-    request_fields.own(params)  # as AsyncLLM.add_request does
+    request_fields.set_owner(params)  # as AsyncLLM.add_request does
     extra, params.extra_args = dict(params.extra_args or {}), None
     messages = getattr(request, "messages", None)
     return {"extra_args": extra, "params": repr(params), "messages": repr(messages), "id": request.request_id}
