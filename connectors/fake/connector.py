@@ -3,9 +3,7 @@
     {"kv_connector": "FakeConnector", "kv_connector_module_path": "connectors.fake",
      "kv_role": "kv_both", "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.ssd_gb": 8.0}}
 
-runs in a real server: tokens after a reload equal those after vLLM's own prefix hit. The scheduler's
-side (scheduler_side.py) owns the index of both tiers. The worker's side (worker_side.py) holds the bytes
-and executes each step's metadata. FakeConfig lists the settings.
+runs in a real server. The scheduler's side owns the index of both tiers, the worker's side holds the bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`continuum-lmcache status URL`: whether continuum is on, what it brings, and what is wrong.
-
-What was found is one dictionary, which `--json` prints and `show` shows.
-"""
+"""`continuum-lmcache status URL`: whether continuum is on, what it brings, and what is wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`continuum-lmcache top URL`: what each program does now; and the recording of `report URL`.
-
-What the server answers is in vllm_plugin/live/programs.py.
-"""
+"""`continuum-lmcache top URL`: what each program does now; and the recording of `report URL`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The fields of a request that name its program, checked.
-
-A client names its program by `job_id`. It may mark a turn as the last one (`is_last_step`), and name the
-tool that it will call (`this_func_call`) and the one it has just called (`last_func_call`). A router that
-moves a program from another engine sends the number of finished turns (`program_turns`) and the seconds
-since the program's start (`program_age_s`).
-"""
+"""The fields of a request that name its program, checked."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
 """Which of a prompt's tokens to load from the tiers: the values of that decision, and who asks for it.
 
-    load        all that DRAM and disk hold of the prompt
-    partial     the part in DRAM; what only the disk has is computed
-    recompute   nothing is loaded
-
-A `TierStore` calls `LoadPolicy.tokens_to_load`, and offers vLLM that many tokens. The policy's `to_load`
-decides. `residency_of_offer` returns in which tiers the tokens are.
+A `TierStore` asks `LoadPolicy.tokens_to_load` and offers vLLM as many. The policy's `to_load` decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What real loads and returns show about the tiers: how fast they are now, and how much KV they keep.
-
-CalibratedCosts observes every KVTransfer, TierSurvival every return to KV that the GPU has lost.
-"""
+"""What real loads and returns show about the tiers: how fast they are now, and how much KV they keep."""
 
 from __future__ import annotations
 
@@ -66,12 +63,8 @@ class RateDrift:
 class CalibratedCosts:
     """Costs whose rates follow the loads and the steps: the profile times one factor each.
 
-    The factor is an exponentially weighted mean of log(measured seconds / the profile's seconds), a
-    geometric mean, so twice as slow and twice as fast have the same weight. One load, however slow,
-    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2). Three consecutive
-    loads that agree on another rate move it there. Both parts of a TransferRate move together: loads of
-    one size cannot separate them, and at that size the prediction is right. The prefill
-    curve follows in the same way.
+    The factor is a geometric mean, so twice as slow and twice as fast weigh the same. Both parts of a
+    TransferRate move together: loads of one size cannot separate them, and there the prediction is right.
     """
 
     def __init__(self, costs: CostModel) -> None:
