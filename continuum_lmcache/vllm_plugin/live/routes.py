@@ -32,12 +32,14 @@ SEVERAL_KEYS = (
 
 def continuum_programs(engine_core: Any) -> str:
     """Of EngineCore: what `LivePrograms.text` says."""
-    return str(engine_core.scheduler.live.text())
+    live = engine_core.scheduler.live
+    return str(live.text())
 
 
 def continuum_recording(engine_core: Any) -> Future[str]:
     """Of EngineCore: what `LivePrograms.save_recording` says."""
-    saved: Future[str] = engine_core.scheduler.live.save_recording()
+    live = engine_core.scheduler.live
+    saved: Future[str] = live.save_recording()
     return saved
 
 
@@ -85,7 +87,8 @@ async def several_keys(request: Request) -> Response:  # noqa: ARG001 (Starlette
 
 
 def client_of(request: Request) -> Any:
-    return request.app.state.engine_client.engine_core
+    state = request.app.state
+    return state.engine_client.engine_core
 
 
 def refusal(status: int, why: str) -> JSONResponse:
