@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from continuum_lmcache.admission.controller import RATE_TURNS, KVCapacity
-from continuum_lmcache.policy.continuum import BUSY_SHARE, SLICE_RELOADS, SLICE_TURNS, slice_s
+from continuum_lmcache.policy.continuum import BUSY_SHARE, SLICE_RELOADS, SLICE_TURNS, TIER_RELOADS, slice_s
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.program import STANDING_KEPT_S, Stage
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
@@ -122,18 +122,21 @@ def test_a_program_that_has_had_its_slice_gives_way_to_one_that_has_waited_and_t
 
 
 @pytest.mark.parametrize(
-    ("reload_s", "turns", "yields"),
+    ("reload_s", "turns", "tier_tokens", "yields"),
     [
-        (0.0, SLICE_TURNS, True),
-        (0.0, SLICE_TURNS - 1, False),
-        (90.0 / SLICE_RELOADS, SLICE_TURNS, True),
-        (110.0 / SLICE_RELOADS, SLICE_TURNS, False),
+        (0.0, SLICE_TURNS, 0, True),
+        (0.0, SLICE_TURNS - 1, 0, False),
+        (90.0 / SLICE_RELOADS, SLICE_TURNS, 0, True),
+        (110.0 / SLICE_RELOADS, SLICE_TURNS, 0, False),
+        (90.0 / TIER_RELOADS, SLICE_TURNS, 100_001, True),
+        (110.0 / TIER_RELOADS, SLICE_TURNS, 100_001, False),
     ],
 )
 def test_a_slice_has_a_few_turns_and_is_longer_the_more_it_costs_to_bring_a_program_back(
-    reload_s: float, turns: int, yields: bool
+    reload_s: float, turns: int, tier_tokens: int, yields: bool
 ) -> None:
-    at = admission()
+    """And longest with a tier, from which each change of programs takes what others come back to."""
+    at = admission(started_tokens=tier_tokens)
     at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [A]
     play(at, A, turns - 1)
@@ -327,7 +330,7 @@ def test_the_gauge_looks_at_no_program_that_was_idle_for_longer_than_those_with_
     at.on_arrival(0.0, C, 90_000)
     at.programs.records[B] = None  # type: ignore[assignment]
     at.programs.records.move_to_end(B, last=False)
-    assert at.admission.longest_wait_s == HOLD_S + 2 * slice_s(0.5, 1)
+    assert at.admission.longest_wait_s == HOLD_S + 2 * slice_s(0.5, 1, False)
 
 
 def test_the_gauge_shows_no_wait_where_a_usual_program_starts_at_once() -> None:

@@ -322,7 +322,7 @@ class Machine(RuleBasedStateMachine):
         )
         engine, program, now_s = self.rig.engine, turn.program, self.rig.now_s
         oldest_s = min(engine.turns.waiting_since_s, default=now_s)
-        longest_s = slice_s(program.reload_s, engine.programs.started)
+        longest_s = slice_s(program.reload_s, engine.programs.started, False)
         had_turns = program.turns - program.turns_before_place >= SLICE_TURNS
         is_over = had_turns and now_s - program.placed_s >= longest_s
         held_s = hold_s(engine.config.admission_max_hold_s, engine.programs.growth.eta)

@@ -37,6 +37,11 @@ class KVCapacity:
     gpu_tokens: int  # for the active programs
     tier_tokens: int = 0  # for all started ones, if more than the GPU has: the largest cheap tier's
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether a tier has room for more started programs than the GPU."""
+        return self.tier_tokens > self.gpu_tokens
+
 
 class EndedInCall(NamedTuple):
     """A turn that ended in a tool call."""
@@ -192,8 +197,7 @@ class AdmissionController:
             self.config,
             self.eta(),
             self.programs.started,
-            self.capacity.gpu_tokens,
-            self.capacity.tier_tokens,
+            self.capacity.has_tier,
             len(waiting_since_s),
             now_s - min(waiting_since_s, default=now_s),
             mean_time_s(self._turn_ends_s),
@@ -235,6 +239,7 @@ class AdmissionController:
             started,
             len(tenants),
             min(programs.in_stage[Stage.IN_LINE], max(map(len, self._lines.values()), default=0)),
+            self.capacity.has_tier,
             max((p.reload_s for p in placed), default=0.0),
             mean_time_s([call.at_s for call in self._calls]),
         )

@@ -145,6 +145,7 @@ def may_start(first: FirstInLine, room: Room) -> Start:
 
 ALL_WAIT_ALIKE = "all-wait-alike"  # nobody keeps a place, and nobody stands in the line
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
+TIER_RELOADS = 10.0  # with a tier: the fewer programs change, the more of those that wait are still in it
 SLICE_TURNS = 5  # at least: so at most a fifth of the turns wait in the line
 MOST_ETA = 0.75  # so a hold is at most four times as long
 REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
@@ -163,7 +164,7 @@ def gives_up_place(turn: FinishedTurn, state: EngineState, places: Places) -> Pl
         return Place(True, "nobody-waits", expected_s)
     if all_wait_alike(places):
         return Place(False, ALL_WAIT_ALIKE, expected_s)
-    is_over = turn.place_s >= slice_s(turn.line_reload_s, places.started)
+    is_over = turn.place_s >= slice_s(turn.line_reload_s, places.started, places.has_tier)
     if turn.place_turns < SLICE_TURNS or not is_over:
         return Place(True, "slice", expected_s)
     if places.longest_wait_s < hold_s(places.config.admission_max_hold_s, places.eta):
@@ -178,7 +179,7 @@ def all_wait_alike(places: Places) -> bool:
     as much as the reload of one costs. So for longer gaps other programs use the memory better. The mean wait
     is the number of waiting turns over turns a second (J. D. C. Little, Operations Research 9(3), 1961).
     """
-    if places.tier_tokens > places.gpu_tokens:
+    if places.has_tier:
         return False
     keeps = KEEPS if places.last.reason == ALL_WAIT_ALIKE else 1.0
     wait_s = LONGEST_WAITS * places.waiting * places.turn_s
@@ -189,10 +190,14 @@ def all_wait_alike(places: Places) -> bool:
     )
 
 
-def slice_s(reload_s: float, started: int) -> float:
+def slice_s(reload_s: float, started: int, has_tier: bool) -> float:
     """How long a place is kept though others wait, by what the context costs after a wait in the line. Each
-    of the started programs gives its place up once a slice: so reloads take `started` * `reload_s` of it."""
-    return SLICE_RELOADS * reload_s * started
+    of the started programs gives its place up once a slice: so reloads take `started` * `reload_s` of it.
+
+    Programs that take turns in a circle come back in the order in which a tier loses their contexts. So it
+    loses just those that come next, and a third of the GPU's time would go into computing them again.
+    """
+    return (TIER_RELOADS if has_tier else SLICE_RELOADS) * reload_s * started
 
 
 def hold_s(max_hold_s: float, eta: float) -> float:
@@ -206,7 +211,7 @@ def longest_wait_s(line: Line) -> float:
     rounds = 1 + line.tenants * line.most_of_one // max(1, line.started)
     turns_s = SLICE_TURNS * line.started * line.call_s
     held_s = hold_s(line.config.admission_max_hold_s, line.eta)
-    return held_s + rounds * max(slice_s(line.longest_reload_s, line.started), turns_s)
+    return held_s + rounds * max(slice_s(line.longest_reload_s, line.started, line.has_tier), turns_s)
 
 
 # 5. How much a step computes --------------------------------------------------------

@@ -47,8 +47,7 @@ class Places(NamedTuple):
     config: ContinuumConfig
     eta: float
     started: int  # programs with a place
-    gpu_tokens: int  # of the KV cache
-    tier_tokens: int  # of the largest cheap tier
+    has_tier: bool  # a cheap one that holds more than the GPU
     waiting: int  # turns, in the line or in the queue
     longest_wait_s: float  # of these, so far
     turn_s: float  # between the ends of the latest turns
@@ -96,6 +95,7 @@ class Line(NamedTuple):
     started: int  # programs with a place
     tenants: int  # that have a place or wait for one
     most_of_one: int  # programs that one tenant has in the line
+    has_tier: bool  # a cheap one that holds more than the GPU
     longest_reload_s: float  # of programs with a place
     call_s: float  # between the latest turns that ended in calls
 
