@@ -6,23 +6,27 @@ import math
 from dataclasses import replace
 
 import pytest
-from admission_rig import AdmissionRig
+from admission_rig import AdmissionRig, a_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuum_lmcache.admission.controller import RATE_TURNS, KVCapacity
+from continuum_lmcache.admission.controller import RATE_TURNS, UNASKED, KVCapacity
+from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.policy.continuum import (
     ALL_WAIT_ALIKE,
     BUSY_SHARE,
     SLICE_RELOADS,
     SLICE_TURNS,
     TIER_RELOADS,
+    gives_up_place,
 )
+from continuum_lmcache.policy.interface import Places
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.program import STANDING_KEPT_S, Stage
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.steps.step_times import PrefillShare
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import FinishedTurn, ProgramId, Residency
 
 A, B, C = (ProgramId(name) for name in "abc")
 LONGEST_S = 60.0
@@ -245,6 +249,25 @@ def test_while_more_than_a_tenth_of_turns_is_late_a_place_outlasts_a_quarter_of_
     at.on_pause(waits_s, A, 60_000, expected_s=20.0, late_share=late_share)
     assert at.expire_absent(waits_s + 0.99 * kept_s) == [] and at.stage(A) is Stage.AWAY
     assert at.expire_absent(waits_s + kept_s) == [A]
+
+
+@pytest.mark.parametrize(("slow", "kept_s"), [(4, 20.0), (5, 150.0)])
+def test_a_place_outlasts_a_long_gap_only_if_most_of_those_who_are_away_for_so_long_return(
+    slow: int, kept_s: float
+) -> None:
+    """Else those that have ended would keep the places."""
+    gaps, tool = ToolDurations(), ("bash",)
+    for gap_s in [1.0] * 90 + [60.0] * slow:
+        gaps.observe(tool, gap_s)
+    for _ in range(5):
+        gaps.add_lost(tool)
+    turn = FinishedTurn(A, 1, tool, 60_000, 1, Residency(0, 0, 0, 60_000))
+    state = a_state(gaps=gaps, lost_share=gaps.longer_share(tool, math.inf), expected_s=20.0)
+    places = Places(
+        *(ContinuumConfig(longest_wait_s=600.0), 1, False),
+        *(1, 0.0, 0.5, 1.0, 1.0, 900.0, UNASKED),
+    )
+    assert gives_up_place(turn, state, places).expected_s == kept_s
 
 
 def test_who_has_yielded_and_does_not_return_counts_as_ended() -> None:

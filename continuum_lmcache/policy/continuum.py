@@ -161,13 +161,15 @@ def gives_up_place(turn: FinishedTurn, state: EngineState, places: Places) -> Pl
     """A place lasts for a slice at least, and for as long as no turn waits longer than the setting.
 
     When all give way, the last in the line has its place after one end of a turn for each that waits. While
-    too many turns are late, a place outlasts longer gaps: most late turns are of programs that have lost
-    theirs in a gap. One whose program returns late, if at all, is kept for no time (docs/policy/places.md).
+    too many turns are late, a place outlasts longer gaps, if most programs that are away for so long return:
+    most late turns are of programs that have lost their place in a gap. One whose program returns late, if at
+    all, is kept for no time (docs/policy/places.md).
     """
     expected_s = 0.0 if returns_late(turn.tool, state) else state.expected_s
     most_s = places.config.longest_wait_s
     spare_s = most_s - places.longest_wait_s - places.waiting * places.turn_s
-    if expected_s and places.late_share > LATE_SHARE:
+    returns = state.lost_share <= MOST * state.gaps.longer_share(turn.tool, expected_s)
+    if expected_s and returns and places.late_share > LATE_SHARE:
         expected_s = max(expected_s, min(spare_s, GAP_PART * most_s))
     if not places.waiting:
         return Place(True, "nobody-waits", expected_s)
