@@ -131,7 +131,6 @@ class Engine:
             KVCapacity(self.kv_tokens, learned.cheap_tier_tokens()),
             config,
             self.policy,
-            lambda: self.programs.growth.eta,
             self._shared_prefixes,
         )
         self.linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
@@ -372,7 +371,14 @@ class Engine:
         )
         retention = self._retain(ended, state)
         gap_s = state.gaps.most_specific(tool).mean_s or 0.0
-        place = self.admission.place_of(now_s, ended, state, gap_s, self.turns.waiting_since_s)
+        place = self.admission.place_of(
+            now_s,
+            ended,
+            state,
+            gap_s,
+            self.turns.waiting_since_s,
+            self.turns.late_share(self.config.first_token_limit_s),
+        )
         if not place.is_kept:
             retention = replace(retention, ttl_s=0.0, reason="yields")
         events = self._unpin(now_s, program.id, PinEnd.SUPERSEDED)

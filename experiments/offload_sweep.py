@@ -184,6 +184,9 @@ def main(
         int, typer.Option(min=0, help="sessions: a batch of so many, by --sessions workers")
     ] = 0,
     trace: Annotated[str, typer.Option(help="sessions: the trace")] = "claude-code",
+    longest_waits: Annotated[
+        str, typer.Option(help="sessions: continuum.longest_wait_s, in seconds, as 240,600")
+    ] = "",
 ) -> None:
     """Draw the figures; run missing cases."""
     try:
@@ -206,7 +209,9 @@ def main(
             raise SweepError("--regimes chooses rows of figures, goals and traces; leave it out for sessions")
         if SESSIONS in figures:
             refuse_unknown(trace, half)
-            loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)
+            loops = closed_loop.points(
+                size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen, longest_waits
+            )
             closed_loop.tabulate(loops, jobs, out)
         if plans:
             wants, is_live = replace(wanted(regimes, contenders, tiers), jps=jps), engine is Engine.LIVE

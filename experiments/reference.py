@@ -27,7 +27,7 @@ SETTINGS_PAGE = ROOT / "docs" / "settings.md"
 CHOSEN = (  # by a user; the others are seldom needed
     "policy",
     "profile",
-    "admission_max_hold_s",
+    "longest_wait_s",
     "max_pinned_share",
     "max_tenant_share",
     "run_output_dir",

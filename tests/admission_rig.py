@@ -39,9 +39,11 @@ def a_state(config: ContinuumConfig | None = None, **known: Any) -> EngineState:
 class AdmissionRig:
     """Programs by name."""
 
-    def __init__(self, capacity: KVCapacity, max_hold_s: float, growth: ContextGrowth | None = None) -> None:
+    def __init__(
+        self, capacity: KVCapacity, longest_wait_s: float, growth: ContextGrowth | None = None
+    ) -> None:
         self.programs = ProgramTable(100_000, growth or ContextGrowth())
-        config = ContinuumConfig(admission_max_hold_s=max_hold_s, first_token_limit_s=0.0)
+        config = ContinuumConfig(longest_wait_s=longest_wait_s, first_token_limit_s=0.0)
         self.admission = AdmissionController(self.programs, capacity, config, POLICIES["continuum"])
 
     def stage(self, name: ProgramId) -> Stage:
@@ -93,6 +95,7 @@ class AdmissionRig:
         expected_s: float,
         reload_s: float = 0.0,
         gap_s: float = 0.0,
+        late_share: float = 0.0,
     ) -> None:
         """The turn ends in a tool call."""
         program, programs = self.programs.records[name], self.programs
@@ -105,7 +108,7 @@ class AdmissionRig:
             line_reload_s=reload_s,
         )
         state = a_state(self.admission.config, expected_s=expected_s)
-        place = self.admission.place_of(now_s, ended, state, gap_s, waiting)
+        place = self.admission.place_of(now_s, ended, state, gap_s, waiting, late_share)
         programs.finish_turn(now_s, program, ended, (), place)
 
     def remove_program(self, name: ProgramId, finished_turns: int = 0) -> None:

@@ -6,20 +6,30 @@ import math
 from dataclasses import replace
 
 import pytest
-from admission_rig import AdmissionRig
+from admission_rig import AdmissionRig, a_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuum_lmcache.admission.controller import RATE_TURNS, KVCapacity
-from continuum_lmcache.policy.continuum import BUSY_SHARE, SLICE_RELOADS, SLICE_TURNS, slice_s
+from continuum_lmcache.admission.controller import RATE_TURNS, UNASKED, KVCapacity
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.policy.continuum import (
+    ALL_WAIT_ALIKE,
+    BUSY_SHARE,
+    SLICE_RELOADS,
+    SLICE_TURNS,
+    TIER_RELOADS,
+    gives_up_place,
+)
+from continuum_lmcache.policy.interface import Places
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.program import STANDING_KEPT_S, Stage
 from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.steps.step_times import PrefillShare
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import FinishedTurn, ProgramId, Residency
 
 A, B, C = (ProgramId(name) for name in "abc")
-HOLD_S = 60.0
+LONGEST_S = 60.0
 
 
 class AsTold(ContextGrowth):
@@ -35,7 +45,7 @@ def admission(active_tokens: int = 100_000, started_tokens: int = 100_000) -> Ad
     for _ in range(500):
         growth.add_turn(1000)
         growth.program_ended(9)
-    return AdmissionRig(KVCapacity(active_tokens, started_tokens), HOLD_S, growth)
+    return AdmissionRig(KVCapacity(active_tokens, started_tokens), LONGEST_S, growth)
 
 
 def admitted(at: AdmissionRig, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
@@ -107,33 +117,37 @@ def test_a_program_that_has_had_its_slice_gives_way_to_one_that_has_waited_and_t
     at = admission()
     at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [A]
-    play(at, A)
-    at.on_arrival(1.0, B, 60_000)
-    at.on_pause(HOLD_S, A, 60_000, expected_s=900.0)
-    assert admitted(at, HOLD_S) == [], "B has not waited for long"
-    assert at.on_arrival(HOLD_S + 1, A, 61_000)
-    at.on_pause(HOLD_S + 2, A, 61_000, expected_s=900.0)
-    assert at.stage(A) is Stage.YIELDED and admitted(at, HOLD_S + 2) == [B]
+    at.on_arrival(0.0, B, 60_000)
+    now_s = 1.0
+    while at.on_pause(now_s, A, 60_000, expected_s=900.0) or at.stage(A) is Stage.AWAY:
+        assert admitted(at, now_s) == [], "B has not waited for long"
+        assert at.on_arrival(now_s, A, 60_000)
+        now_s += 1.0
+    assert now_s == LONGEST_S - 1.0, "a turn's time is left"
+    assert at.stage(A) is Stage.YIELDED and admitted(at, now_s) == [B]
     first_tokens = at.programs.growth.first_tokens
-    assert not at.on_arrival(HOLD_S + 3, A, 62_000) and admitted(at, HOLD_S + 3) == []
+    assert not at.on_arrival(LONGEST_S + 3, A, 62_000) and admitted(at, LONGEST_S + 3) == []
     assert at.programs.growth.first_tokens == first_tokens, "a later prompt is no first one"
     at.remove_program(B, finished_turns=3)
-    assert admitted(at, HOLD_S + 4) == [A] and at.programs.records[A].turns == SLICE_TURNS + 1
+    assert admitted(at, LONGEST_S + 4) == [A] and at.programs.records[A].turns == now_s
 
 
 @pytest.mark.parametrize(
-    ("reload_s", "turns", "yields"),
+    ("reload_s", "turns", "tier_tokens", "yields"),
     [
-        (0.0, SLICE_TURNS, True),
-        (0.0, SLICE_TURNS - 1, False),
-        (90.0 / SLICE_RELOADS, SLICE_TURNS, True),
-        (110.0 / SLICE_RELOADS, SLICE_TURNS, False),
+        (0.0, SLICE_TURNS, 0, True),
+        (0.0, SLICE_TURNS - 1, 0, False),
+        (90.0 / SLICE_RELOADS, SLICE_TURNS, 0, True),
+        (110.0 / SLICE_RELOADS, SLICE_TURNS, 0, False),
+        (90.0 / TIER_RELOADS, SLICE_TURNS, 100_001, True),
+        (110.0 / TIER_RELOADS, SLICE_TURNS, 100_001, False),
     ],
 )
 def test_a_slice_has_a_few_turns_and_is_longer_the_more_it_costs_to_bring_a_program_back(
-    reload_s: float, turns: int, yields: bool
+    reload_s: float, turns: int, tier_tokens: int, yields: bool
 ) -> None:
-    at = admission()
+    """And longest with a tier, from which each change of programs takes what others come back to."""
+    at = admission(started_tokens=tier_tokens)
     at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [A]
     play(at, A, turns - 1)
@@ -188,7 +202,7 @@ def test_a_program_gives_way_at_once_where_its_gap_is_long_and_others_would_not_
 def test_one_call_of_a_slow_tool_opens_the_line_to_nobody() -> None:
     """Whether waits are shared is decided by the latest turns of all programs."""
     at = admission()
-    at.admission.config = replace(at.admission.config, first_token_limit_s=30.0)
+    at.admission.config = replace(at.admission.config, first_token_limit_s=30.0, longest_wait_s=1e6)
     at.on_arrival(0.0, A, 90_000)
     assert admitted(at) == [A]
     for turn in range(RATE_TURNS):
@@ -213,9 +227,47 @@ def test_all_turns_that_end_count_in_the_rate_of_turns() -> None:
             if turn == RATE_TURNS - 1:
                 at.on_arrival(30.0 * turn, B, 60_000)
             at.on_pause(30.0 * turn + 29, A, 60_000, 900.0, **CHEAP)
-        return at.stage(A) is Stage.YIELDED
+        return at.admission.last.reason == ALL_WAIT_ALIKE
 
     assert shares(9) and not shares(0)
+
+
+@pytest.mark.parametrize(
+    ("late_share", "waits_s", "kept_s"),
+    [(0.1, 0.0, 20.0), (0.11, 0.0, 100.0), (0.11, 330.0, 70.0), (0.11, 399.0, 20.0)],
+    ids=["in time", "too many late", "little time left", "no time left"],
+)
+def test_while_more_than_a_tenth_of_turns_is_late_a_place_outlasts_a_quarter_of_the_longest_wait(
+    late_share: float, waits_s: float, kept_s: float
+) -> None:
+    """But no longer than until another turn would have waited for the longest."""
+    at = admission()
+    at.admission.config = replace(at.admission.config, longest_wait_s=400.0)
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_arrival(0.0, B, 60_000)
+    at.on_pause(waits_s, A, 60_000, expected_s=20.0, late_share=late_share)
+    assert at.expire_absent(waits_s + 0.99 * kept_s) == [] and at.stage(A) is Stage.AWAY
+    assert at.expire_absent(waits_s + kept_s) == [A]
+
+
+@pytest.mark.parametrize(("slow", "kept_s"), [(4, 20.0), (5, 150.0)])
+def test_a_place_outlasts_a_long_gap_only_if_most_of_those_who_are_away_for_so_long_return(
+    slow: int, kept_s: float
+) -> None:
+    """Else those that have ended would keep the places."""
+    gaps, tool = ToolDurations(), ("bash",)
+    for gap_s in [1.0] * 90 + [60.0] * slow:
+        gaps.observe(tool, gap_s)
+    for _ in range(5):
+        gaps.add_lost(tool)
+    turn = FinishedTurn(A, 1, tool, 60_000, 1, Residency(0, 0, 0, 60_000))
+    state = a_state(gaps=gaps, lost_share=gaps.longer_share(tool, math.inf), expected_s=20.0)
+    places = Places(
+        *(ContinuumConfig(longest_wait_s=600.0), 1, False),
+        *(1, 0.0, 0.5, 1.0, 1.0, 900.0, UNASKED),
+    )
+    assert gives_up_place(turn, state, places).expected_s == kept_s
 
 
 def test_who_has_yielded_and_does_not_return_counts_as_ended() -> None:
@@ -239,7 +291,7 @@ class Round:
     def __init__(self, programs: int, fits: int, turn_s: float, reload_s: float, few: int = 0) -> None:
         growth = AsTold()
         growth.add_turn(0)  # so a program needs what it has
-        self.at = AdmissionRig(KVCapacity(fits * 1000 + 500), HOLD_S, growth)
+        self.at = AdmissionRig(KVCapacity(fits * 1000 + 500), LONGEST_S, growth)
         self.turn_s, self.reload_s = turn_s, reload_s
         self.ends = dict[ProgramId, float]()  # of the turns that run
         self.since = dict[ProgramId, float]()  # of those that wait
@@ -299,7 +351,7 @@ def waits_of_few_s(programs: int) -> list[float]:
 
 def test_a_tenants_wait_does_not_grow_with_the_programs_of_another() -> None:
     beside_ten, beside_hundred = waits_of_few_s(10), waits_of_few_s(100)
-    assert max(beside_hundred) <= max(beside_ten) < HOLD_S + SLICE_RELOADS * 2.0 * 4
+    assert max(beside_hundred) <= max(beside_ten) < LONGEST_S + SLICE_RELOADS * 2.0 * 4
     assert len(beside_hundred) > 100
 
 
@@ -323,11 +375,11 @@ def test_the_gauge_looks_at_no_program_that_was_idle_for_longer_than_those_with_
     """Records of overdue programs stay for an hour, up to 100,000 of them."""
     at = admission()
     at.on_arrival(0.0, A, 10, exempt=True)
-    at.on_pause(0.0, A, 10, expected_s=10.0, reload_s=0.5)
+    at.on_pause(0.0, A, 10, expected_s=10.0, reload_s=50.0)
     at.on_arrival(0.0, C, 90_000)
     at.programs.records[B] = None  # type: ignore[assignment]
     at.programs.records.move_to_end(B, last=False)
-    assert at.admission.longest_wait_s == HOLD_S + 2 * slice_s(0.5, 1)
+    assert at.admission.longest_wait_s == 2 * SLICE_RELOADS * 50.0 > LONGEST_S
 
 
 def test_the_gauge_shows_no_wait_where_a_usual_program_starts_at_once() -> None:

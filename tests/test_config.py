@@ -23,7 +23,7 @@ def test_a_removed_setting_is_refused_by_its_name(name: str) -> None:
 
 
 def test_a_setting_that_was_split_names_its_two_successors() -> None:
-    with pytest.raises(ConfigError, match="two settings now: admission_max_hold_s and pin_reclaim_after_s"):
+    with pytest.raises(ConfigError, match="two settings now: longest_wait_s and pin_reclaim_after_s"):
         ContinuumConfig.load({"continuum.max_wait_s": 60}, {})
 
 

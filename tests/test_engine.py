@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import REFRESH_S, Engine, NewTurn, Occupancy, ToolCall, TurnEnd
-from continuum_lmcache.policy.continuum import SLICE_TURNS, hold_s, slice_s
+from continuum_lmcache.policy.continuum import SLICE_RELOADS, SLICE_TURNS
 from continuum_lmcache.programs.end_claims import MAX_ENDED
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.program import Program, Stage
-from continuum_lmcache.programs.turns import Turn
+from continuum_lmcache.programs.turns import LATE_TURNS, Turn
 from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.learned import Learned
@@ -145,7 +145,7 @@ def test_after_a_call_from_which_few_return_the_turns_own_blocks_go_first() -> N
 
 def test_who_waits_is_told_why_once_and_again_when_the_reason_changes() -> None:
     """The first in line waits for room, the others behind it. Then the next one is the first."""
-    rig = Rig(policy="continuum", admission_max_hold_s=1e6)
+    rig = Rig(policy="continuum", longest_wait_s=1e6)
     running = rig.arrive("a", prompt(1000))
     rig.tick()
     for name in "bcd":
@@ -165,6 +165,20 @@ def test_who_waits_is_told_why_once_and_again_when_the_reason_changes() -> None:
         ("ProgramAdmitted", "b", "idle", None),
         ("ProgramHeld", "c", "no-room", None),
     ]
+
+
+def test_the_share_of_late_turns_is_that_of_the_latest_first_tokens() -> None:
+    rig = Rig()
+    turns = rig.engine.turns
+    assert turns.late_share(30.0) == 0.0, "before the first"
+    for n in range(LATE_TURNS + LATE_TURNS // 4):
+        turn = rig.arrive(None, prompt(64, n))
+        rig.run(turn)
+        rig.now_s += 31.0 if n < LATE_TURNS // 2 else 30.0
+        turns.on_output(rig.now_s, {turn.id: 0}, [[7]])
+        rig.end(turn)
+    assert turns.late_share(30.0) == 0.25
+    assert turns.late_share(0.0) == 0.0, "no limit"
 
 
 def test_a_step_starts_programs_before_it_looks_at_pins() -> None:
@@ -259,7 +273,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = {"max_pinned_share": 0.2, "max_tenant_share": 0.6, "max_ttl_s": MAX_TTL_S}
-        self.rig = Rig(100, program_idle_s=100, admission_max_hold_s=MAX_WAIT_S, **limits)
+        self.rig = Rig(100, program_idle_s=100, longest_wait_s=MAX_WAIT_S, **limits)
         self.rig.engine.programs.max_programs = 6
         engine = self.rig.engine
         engine.policy = replace(engine.policy, retain=lambda *_: self.retention)
@@ -322,13 +336,11 @@ class Machine(RuleBasedStateMachine):
         )
         engine, program, now_s = self.rig.engine, turn.program, self.rig.now_s
         oldest_s = min(engine.turns.waiting_since_s, default=now_s)
-        longest_s = slice_s(program.reload_s, engine.programs.started)
+        longest_s = SLICE_RELOADS * program.reload_s * engine.programs.started
         had_turns = program.turns - program.turns_before_place >= SLICE_TURNS
         is_over = had_turns and now_s - program.placed_s >= longest_s
-        held_s = hold_s(engine.config.admission_max_hold_s, engine.programs.growth.eta)
-        assert not (program.stage is Stage.AWAY and is_over and now_s - oldest_s >= held_s), (
-            "it kept its place"
-        )
+        is_late = now_s - oldest_s >= MAX_WAIT_S
+        assert not (program.stage is Stage.AWAY and is_over and is_late), "it kept its place"
 
     @rule(idle=st.booleans())
     def a_step_passes(self, idle: bool) -> None:

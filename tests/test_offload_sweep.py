@@ -182,6 +182,13 @@ def test_a_policy_of_ones_own_is_a_contender_of_every_figure_and_of_sessions(
     assert made["pins_taken"] == 0 and made["jobs"] == SMALL.programs
 
 
+def test_sessions_go_along_the_longest_wait_with_our_policy_alone() -> None:
+    loops = points(Size.QUICK, "34", contenders="fcfs,continuum", tiers="none", longest_waits="240,700")
+    assert [case.label for case in loops] == ["fcfs", "continuum, 240 s", "continuum, 700 s"]
+    with pytest.raises(SweepError, match="--longest-waits '0' is no list of numbers above 0"):
+        points(Size.QUICK, longest_waits="0")
+
+
 def test_a_policy_of_ones_own_runs_again_once_its_module_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

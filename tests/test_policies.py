@@ -266,4 +266,5 @@ def test_right_answers_pass_as_they_are(monkeypatch, tmp_path):
     assert own.order(standing()) == POLICIES["continuum"].order(standing())
     idle = Room(ContinuumConfig(), 0.0, 0, 0.0, 0.0, 0, True, 0.0, Place(True, "", 0.0))
     assert own.may_start(FirstInLine(10.0, 0.0, False, 0), idle).reason == "idle"
-    assert own.longest_wait_s(Line(ContinuumConfig(), 0.0, 1, 1, 1, 2.0, 1.0)) == 180.0 + 2 * 6.0
+    line = Line(ContinuumConfig(longest_wait_s=10.0), 1, 1, 1, False, 2.0, 1.0)
+    assert own.longest_wait_s(line) == 2 * 6.0

@@ -211,7 +211,7 @@ def test_a_programs_story_says_in_a_sentence_why_it_waited_and_why_it_kept_its_p
     assert behind.endswith("It waits for its turn in the line, behind first.")
     assert room.endswith("It waits for room: it would need 12,000 tokens, and 3,400 are left.")
     assert starts.endswith("It starts: it fits beside the programs with a place.")
-    assert ends.endswith("It gives its place up: its slice is over, and a turn has waited for the hold.")
+    assert ends.endswith("It gives its place up: its slice is over, and a turn would wait for too long.")
 
 
 def test_each_reason_of_the_policy_for_a_start_or_a_place_has_its_sentence() -> None:

@@ -36,7 +36,7 @@ SETTINGS = {
     "static_ttl_s": 4,
     "max_pinned_share": 0.7,
     "max_tenant_share": 0.6,
-    "admission_max_hold_s": 20,
+    "longest_wait_s": 20,
     "pin_reclaim_after_s": 20,
     "program_idle_s": 60,
 }
@@ -72,14 +72,11 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         cls=CLASSES,
         tier_blocks=st.sampled_from([0, 12, 96]),
-        eta=st.sampled_from([0.0, 1.0]),
         groups=st.sampled_from([None, None, None, None, GEMMA, QWEN3_NEXT, [WINDOW]]),
     )
-    def start(self, cls: Any, tier_blocks: int, eta: float, groups: Any) -> None:
-        """With an eta of 0 programs give their places up sooner."""
+    def start(self, cls: Any, tier_blocks: int, groups: Any) -> None:
         blocks = BLOCKS + 10 * len(groups) if groups else BLOCKS  # the longest turn fits
         self.bench = TierBench(cls, self.model, blocks, tier_blocks, groups)
-        self.bench.engine.admission.eta = lambda: eta
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
 

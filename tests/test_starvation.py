@@ -54,7 +54,6 @@ def test_a_name_that_many_turns_share_takes_one_place_in_the_queue(make: Any, po
 
 def test_no_turn_waits_longer_than_the_gauges_bound_though_older_programs_never_pause(make: Any) -> None:
     bench = make(64, policy="continuum")
-    bench.engine.admission.eta = lambda: 0.0
     stories = {f"old{n}": prompt(20, n) for n in range(12)}
     for name, story in stories.items():
         bench.turn(name, story)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -37,6 +37,11 @@ class KVCapacity:
     gpu_tokens: int  # for the active programs
     tier_tokens: int = 0  # for all started ones, if more than the GPU has: the largest cheap tier's
 
+    @property
+    def has_tier(self) -> bool:
+        """Whether a tier has room for more started programs than the GPU."""
+        return self.tier_tokens > self.gpu_tokens
+
 
 class EndedInCall(NamedTuple):
     """A turn that ended in a tool call."""
@@ -54,7 +59,6 @@ class AdmissionController:
     capacity: KVCapacity
     config: ContinuumConfig
     policy: Policy
-    eta: Callable[[], float] = lambda: 0.0  # of eq. 2: near 1 if who began earlier is nearer the end
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
     last: Place = UNASKED  # the latest answer about a place
     came: list[Program] = field(default_factory=list)  # into the line since the last step
@@ -177,11 +181,12 @@ class AdmissionController:
         state: EngineState,
         gap_s: float,
         waiting_since_s: Collection[float],
+        late_share: float,
     ) -> Place:
         """Whether a program whose turn ended in a tool call keeps its place: for ever if nobody decides.
 
         `gap_s`: the tool's mean gap. `waiting_since_s`: when each of the turns came that wait, in the line or
-        in the queue.
+        in the queue. `late_share`: of the latest first tokens.
         """
         if self.policy.gives_up_place is None:
             return UNASKED._replace(expected_s=state.expected_s)
@@ -190,12 +195,11 @@ class AdmissionController:
         calls = len(self._calls)
         places = Places(
             self.config,
-            self.eta(),
             self.programs.started,
-            self.capacity.gpu_tokens,
-            self.capacity.tier_tokens,
+            self.capacity.has_tier,
             len(waiting_since_s),
             now_s - min(waiting_since_s, default=now_s),
+            late_share,
             mean_time_s(self._turn_ends_s),
             sum(c.gap_s for c in self._calls) / calls,
             sum(c.refill_s for c in self._calls) / calls,
@@ -231,10 +235,10 @@ class AdmissionController:
         tenants = {*self._lines, *(program.tenant for program in placed)}
         line = Line(
             self.config,
-            self.eta(),
             started,
             len(tenants),
             min(programs.in_stage[Stage.IN_LINE], max(map(len, self._lines.values()), default=0)),
+            self.capacity.has_tier,
             max((p.reload_s for p in placed), default=0.0),
             mean_time_s([call.at_s for call in self._calls]),
         )

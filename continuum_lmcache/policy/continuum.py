@@ -130,7 +130,7 @@ def may_start(first: FirstInLine, room: Room) -> Start:
         reason = ALL_WAIT_ALIKE
     elif room.prompt_share < BUSY_SHARE:
         reason = "few-prompts"
-    elif fits_never and first.waited_s >= room.config.admission_max_hold_s:
+    elif fits_never and first.waited_s >= room.config.longest_wait_s:
         reason = "fits-never"
     elif need_tokens <= free_tokens:
         reason = "room"
@@ -145,28 +145,39 @@ def may_start(first: FirstInLine, room: Room) -> Start:
 
 ALL_WAIT_ALIKE = "all-wait-alike"  # nobody keeps a place, and nobody stands in the line
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
+TIER_RELOADS = 10.0  # with a tier: the fewer programs change, the more of those that wait are still in it
 SLICE_TURNS = 5  # at least: so at most a fifth of the turns wait in the line
-MOST_ETA = 0.75  # so a hold is at most four times as long
 REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
 LEAST_GAP_S = 1.0  # and if the gap is no shorter: at 0.3 s a burst of programs ended a quarter later (LOG.md)
+LATE_SHARE = 0.1  # of the latest turns: so the 90th percentile of first tokens is in time
+GAP_PART = (
+    0.25  # of the longest wait: ended programs keep theirs too; at two thirds more turns were late (LOG.md)
+)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
 KEEPS = 1.25  # times each limit of the choice between places and sharing, before it changes back
 
 
 def gives_up_place(turn: FinishedTurn, state: EngineState, places: Places) -> Place:
-    """A place lasts for a slice at least, and until some turn has waited for the hold.
+    """A place lasts for a slice at least, and for as long as no turn waits longer than the setting.
 
-    One whose program returns late, if at all, is kept for no time (docs/policy/places.md).
+    When all give way, the last in the line has its place after one end of a turn for each that waits. While
+    too many turns are late, a place outlasts longer gaps, if most programs that are away for so long return:
+    most late turns are of programs that have lost their place in a gap. One whose program returns late, if at
+    all, is kept for no time (docs/policy/places.md).
     """
     expected_s = 0.0 if returns_late(turn.tool, state) else state.expected_s
+    most_s = places.config.longest_wait_s
+    spare_s = most_s - places.longest_wait_s - places.waiting * places.turn_s
+    returns = state.lost_share <= MOST * state.gaps.longer_share(turn.tool, expected_s)
+    if expected_s and returns and places.late_share > LATE_SHARE:
+        expected_s = max(expected_s, min(spare_s, GAP_PART * most_s))
     if not places.waiting:
         return Place(True, "nobody-waits", expected_s)
     if all_wait_alike(places):
         return Place(False, ALL_WAIT_ALIKE, expected_s)
-    is_over = turn.place_s >= slice_s(turn.line_reload_s, places.started)
-    if turn.place_turns < SLICE_TURNS or not is_over:
+    if turn.place_turns < SLICE_TURNS or turn.place_s < slice_s(turn.line_reload_s, places):
         return Place(True, "slice", expected_s)
-    if places.longest_wait_s < hold_s(places.config.admission_max_hold_s, places.eta):
+    if spare_s > 0.0:
         return Place(True, "hold", expected_s)
     return Place(False, "slice-over", expected_s)
 
@@ -178,7 +189,7 @@ def all_wait_alike(places: Places) -> bool:
     as much as the reload of one costs. So for longer gaps other programs use the memory better. The mean wait
     is the number of waiting turns over turns a second (J. D. C. Little, Operations Research 9(3), 1961).
     """
-    if places.tier_tokens > places.gpu_tokens:
+    if places.has_tier:
         return False
     keeps = KEEPS if places.last.reason == ALL_WAIT_ALIKE else 1.0
     wait_s = LONGEST_WAITS * places.waiting * places.turn_s
@@ -189,24 +200,22 @@ def all_wait_alike(places: Places) -> bool:
     )
 
 
-def slice_s(reload_s: float, started: int) -> float:
+def slice_s(reload_s: float, seen: Places | Line) -> float:
     """How long a place is kept though others wait, by what the context costs after a wait in the line. Each
-    of the started programs gives its place up once a slice: so reloads take `started` * `reload_s` of it."""
-    return SLICE_RELOADS * reload_s * started
+    of the started programs gives its place up once a slice: so reloads take `started` * `reload_s` of it.
 
-
-def hold_s(max_hold_s: float, eta: float) -> float:
-    """How long a turn waits before programs give way to it: longer where these are nearly done."""
-    return max_hold_s / (1.0 - min(max(eta, 0.0), MOST_ETA))
+    Programs that take turns in a circle come back in the order in which a tier loses their contexts. So it
+    loses just those that come next, and a third of the GPU's time would go into computing them again.
+    """
+    return (TIER_RELOADS if seen.has_tier else SLICE_RELOADS) * reload_s * seen.started
 
 
 def longest_wait_s(line: Line) -> float:
-    """The bound of a wait in the line for a program that comes now, beside the turns under way: a hold, and a
-    slice for each round in which all with a place have changed."""
+    """The bound of a wait in the line for a program that comes now, beside the turns under way: the setting,
+    or a slice for each round in which all with a place have changed, if that is more."""
     rounds = 1 + line.tenants * line.most_of_one // max(1, line.started)
     turns_s = SLICE_TURNS * line.started * line.call_s
-    held_s = hold_s(line.config.admission_max_hold_s, line.eta)
-    return held_s + rounds * max(slice_s(line.longest_reload_s, line.started), turns_s)
+    return max(line.config.longest_wait_s, rounds * max(slice_s(line.longest_reload_s, line), turns_s))
 
 
 # 5. How much a step computes --------------------------------------------------------

@@ -45,12 +45,11 @@ class Places(NamedTuple):
     """The programs with a place, and who waits, when a turn ends in a tool call."""
 
     config: ContinuumConfig
-    eta: float
     started: int  # programs with a place
-    gpu_tokens: int  # of the KV cache
-    tier_tokens: int  # of the largest cheap tier
+    has_tier: bool  # a cheap one that holds more than the GPU
     waiting: int  # turns, in the line or in the queue
     longest_wait_s: float  # of these, so far
+    late_share: float  # of the latest turns: their first token came after `first_token_limit_s`
     turn_s: float  # between the ends of the latest turns
     gap_s: float  # mean over the latest turns: their tools'
     refill_s: float  # and the time in which contexts like theirs fill the GPU's cache again
@@ -92,10 +91,10 @@ class Line(NamedTuple):
     """Who stands in the line, for the bound of waits."""
 
     config: ContinuumConfig
-    eta: float
     started: int  # programs with a place
     tenants: int  # that have a place or wait for one
     most_of_one: int  # programs that one tenant has in the line
+    has_tier: bool  # a cheap one that holds more than the GPU
     longest_reload_s: float  # of programs with a place
     call_s: float  # between the latest turns that ended in calls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Hashable, Sequence, Sized
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from continuum_lmcache.types import QueueEntry, TurnId
 
 PromptKey = tuple[Hashable, ...]  # equal for equal prompts of one scope: `prompt_key`
 NO_PROMPT: PromptKey = ()
+LATE_TURNS = 256  # the latest, whose first tokens give the share of late ones
 
 
 def prompt_key(namespace: str, fields: ProgramFields, prompt: HashedPrompt, block_tokens: int) -> PromptKey:
@@ -75,6 +77,7 @@ class TurnTable(dict[TurnId, Turn]):
         self.preempted: set[TurnId] = set()  # turns that ran and do not run now
         self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
         self.without_token: set[TurnId] = set()  # turns that ran and have not generated a token
+        self._first_tokens_s = deque[float](maxlen=LATE_TURNS)  # of the latest turns, from their arrivals
         self._not_run: dict[TurnId, float] = {}  # when each of the turns came that have not run yet
 
     def __setitem__(self, turn_id: TurnId, turn: Turn) -> None:
@@ -104,7 +107,14 @@ class TurnTable(dict[TurnId, Turn]):
             return
         for turn_id in [t for t in self.without_token if t in places and len(sampled[places[t]])]:
             self.without_token.discard(turn_id)
-            self[turn_id].first_token_s = now_s - self[turn_id].arrival_s
+            first_token_s = now_s - self[turn_id].arrival_s
+            self[turn_id].first_token_s = first_token_s
+            self._first_tokens_s.append(first_token_s)
+
+    def late_share(self, limit_s: float) -> float:
+        """The share of the latest turns whose first token came later than `limit_s`; 0 before the first, and
+        where there is no limit, 0."""
+        return sum(s > limit_s > 0.0 for s in self._first_tokens_s) / max(1, len(self._first_tokens_s))
 
     @property
     def waiting_since_s(self) -> Collection[float]:

@@ -30,8 +30,8 @@ WHY = {  # the reasons of `continuum`, in words; a policy of one's own may have 
     ("admitted", "all-wait-alike"): "starts without room: no program keeps a place during its tool",
     ("kept", "nobody-waits"): "keeps its place: nobody waits",
     ("kept", "slice"): "keeps its place: its slice is not over",
-    ("kept", "hold"): "keeps its place: no turn has waited for the hold",
-    ("given-up", "slice-over"): "gives its place up: its slice is over, and a turn has waited for the hold",
+    ("kept", "hold"): "keeps its place: no turn would wait for too long",
+    ("given-up", "slice-over"): "gives its place up: its slice is over, and a turn would wait for too long",
     ("given-up", "all-wait-alike"): "gives its place up: a place is not worth a tool call",
 }
 TIMED = ("_time", "_to_running")  # ends of events' names; the time is an event's first field

@@ -94,11 +94,12 @@ class SessionPoint:
     step_tokens: int = 8192
     block_tokens: int = 256  # of contexts of 100,000 tokens
     merge_steps: int = 32
+    longest_wait_s: float = 0.0  # the setting, of our policies; 0: the default
 
     @property
     def label(self) -> str:
         """Its name in figures."""
-        return self.contender
+        return f"{self.contender}, {self.longest_wait_s:g} s" if self.longest_wait_s else self.contender
 
 
 Case = Point | Live | SessionPoint

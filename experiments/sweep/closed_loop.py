@@ -11,17 +11,18 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 from experiments.sessions import figures
 from experiments.sweep.cases import GATE, ROUTER_WARM, STOCK, Point, SessionPoint, SweepError
-from experiments.sweep.goals import SEEDS
+from experiments.sweep.goals import OURS, SEEDS
 from experiments.sweep.grids import KV_CONTEXTS, Size, installed, named, own
 from experiments.sweep.rows import SESSIONS, Row, Rows
 from experiments.sweep.runner import complete
 from experiments.tables import publish
 
-CONTENDERS = (STOCK, "continuum-published", GATE, "continuum")
+Number = TypeVar("Number", int, float)
+CONTENDERS = (STOCK, "continuum-published", GATE, OURS)
 MORE = (ROUTER_WARM,)  # for --contenders
 TRACE = "trace:"
 WINDOW_TOKENS = 262_144  # Qwen3-Coder's
@@ -62,17 +63,15 @@ def points(
     tiers: str = "",
     contenders: str = "",
     seeds: Sequence[int] | None = None,
+    longest_waits: str = "",
 ) -> list[SessionPoint]:
     """The runs, from the command line's words; an empty one stands for all. Raises SweepError.
 
-    `programs` above 0 is a batch, on an A100 with KV for KV_CONTEXTS contexts.
+    `programs` above 0 is a batch, on an A100 with KV for KV_CONTEXTS contexts. `longest_waits`: values of
+    that setting, in seconds, for `continuum`.
     """
-    try:
-        counts = tuple(int(part) for part in sessions.split(",") if part)
-    except ValueError:
-        counts = (0,)
-    if any(count < 1 for count in counts):
-        raise SweepError(f"--sessions {sessions!r} is no list of numbers above 0, as 12,24")
+    counts = numbers(sessions, "--sessions", int)
+    dial = numbers(longest_waits, "--longest-waits", float)
     base = SessionPoint(STOCK, 0, 0, TRACE + trace, programs=programs)
     if programs:
         base = replace(base, machine="a100", kv_contexts=KV_CONTEXTS, step_tokens=2048, block_tokens=64)
@@ -83,7 +82,20 @@ def points(
         dram_kv = DRAM_KV if tier == "dram" else 0.0
         of_tier = counts or SESSIONS_OF[tier][: 1 if size is Size.QUICK else None]
         for count, name in product(of_tier, named(contenders or ",".join(CONTENDERS), known, "--contenders")):
-            found.append(replace(base, contender=name, sessions=count, seed=seed, dram_kv=dram_kv))
+            case = replace(base, contender=name, sessions=count, seed=seed, dram_kv=dram_kv)
+            values = dial if name == OURS and dial else (0.0,)
+            found += [replace(case, longest_wait_s=value) for value in values]
+    return found
+
+
+def numbers(text: str, option: str, kind: type[Number]) -> tuple[Number, ...]:
+    """The numbers between commas, all above 0. Raises SweepError."""
+    try:
+        found = tuple(kind(part) for part in text.split(",") if part)
+    except ValueError:
+        found = (kind(0),)
+    if not all(number > 0 for number in found):
+        raise SweepError(f"{option} {text!r} is no list of numbers above 0, as 12,24")
     return found
 
 
@@ -119,6 +131,8 @@ def run(point: SessionPoint) -> dict[str, Any]:
     else:
         programs = sessions_of(name, part, WINDOW_TOKENS)
     setup = replace(setup_of(engine, programs), block_tokens=point.block_tokens)
+    if point.longest_wait_s:
+        setup = replace(setup, continuum={**setup.continuum, "longest_wait_s": point.longest_wait_s})
     if point.programs:
         ran = play_batch(programs, setup, point.sessions)
     else:
@@ -146,7 +160,7 @@ def table(rows: Rows, cases: Sequence[SessionPoint]) -> list[list[str]]:
     found: dict[tuple[str, str, str], list[Row]] = {}
     for case in cases:
         tier = f"DRAM, {case.dram_kv:g} x KV" if case.dram_kv else "none"
-        found.setdefault((tier, str(case.sessions), case.contender), []).extend(rows.of([case]))
+        found.setdefault((tier, str(case.sessions), case.label), []).extend(rows.of([case]))
     head = ["tier", "workers" if batch else "sessions", "contender", *(words for words, _ in shown.values())]
     return [head, *([*key, *cells(of, shown)] for key, of in found.items() if of)]
 
