@@ -57,15 +57,15 @@ TENANTS = ("key-a", "key-b", "key-c")
 AT_ONCE = 2  # a tenant's questions
 MODEL, ADAPTERS, VERSIONS = "tiny", ("a", "b"), 3
 CHECKPOINTS = (0, 1)  # their seeds
-CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 256, 40, 0.5
+CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 128, 48, 0.25
 PLAYED = "played.json"
-OUTPUT_TOKENS, TOOL_TOKENS = 12, (40, 300)
-FIRST_TOKENS, LONGEST_TOKENS, WINDOW_TOKENS = 2 * CHUNK_TOKENS + 40, 1500, 2048
+OUTPUT_TOKENS, TOOL_TOKENS = 12, (40, 150)
+FIRST_TOKENS, LONGEST_TOKENS, WINDOW_TOKENS = 2 * CHUNK_TOKENS + 40, 700, 2048
 STORIES = 3
 ALIKE, ROUNDING = 1e-3, 0.02  # of log probabilities in float32; other KV is off by more than 0.1
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "64")
 ALWAYS = ("--dtype", "float32", "--max-model-len", str(WINDOW_TOKENS), *LORA)
-OURS = ("--scheduling-policy", "continuum", "--num-gpu-blocks-override", "48", "--shutdown-timeout", "20")
+OURS = ("--scheduling-policy", "continuum", "--num-gpu-blocks-override", "28", "--shutdown-timeout", "20")
 ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -496,8 +496,9 @@ def play(
     print(f"--seed {seed}", flush=True)
     draw, number = random.Random(seed), 0
     l1_gb = L1_CHUNKS * CHUNK_TOKENS * KV_BYTES_PER_TOKEN["float32"] / 2**30
-    off = ["--server-module", json.dumps({"module_path": MODULE, "config": {"checksums": False}})]
-    more = [] if checksums else off
+    more = ["--chunk-size", str(CHUNK_TOKENS)]
+    if not checksums:
+        more += ["--server-module", json.dumps({"module_path": MODULE, "config": {"checksums": False}})]
     with ExitStack() as until:
         lmcache = serve_mp(
             l1_gb, folder / "disk", folder / "mp.log", *more, module=checksums, disk_gb=DISK_GB
@@ -506,12 +507,19 @@ def play(
         rounds, end_s = Rounds(servers, draw), time.monotonic() + 60 * minutes
         while len(rounds.answers) < requests and time.monotonic() < end_s:
             rounds.play(number := number + 1)
+            write(folder, {"seed": seed, "rounds": number}, rounds)
         servers.count_sources()
+    print(json.dumps(write(folder, {"seed": seed, "rounds": number}, rounds), indent=1))
+
+
+def write(folder: Path, about: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
+    """Keep what was played so far; returns it without the answers."""
+    servers = rounds.servers
     refused = (folder / "mp.log").read_text(errors="replace").count("is damaged, or has no checksum")
-    about = {"seed": seed, "rounds": number, "done": dict(sorted(servers.done.items()))}
+    about |= {"answers": len(rounds.answers), "done": dict(sorted(servers.done.items()))}
     about |= {"files refused": refused, "prompt tokens": dict(servers.found), "failed": rounds.failed}
-    print(json.dumps(about, indent=1))
     (folder / PLAYED).write_text(json.dumps(about | {"answers": [each.row() for each in rounds.answers]}))
+    return about
 
 
 @app.command()
