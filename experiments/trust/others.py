@@ -40,6 +40,7 @@ from experiments.exactness import (
     reference,
 )
 from experiments.forking_vllm import fork_from_now_on
+from experiments.server import unwind_on_sigterm
 
 FORKING = multiprocessing.get_context("fork")
 STOCK, OURS = "fcfs", "continuum"
@@ -155,14 +156,16 @@ def measured(options: dict[str, Any], policy: str, model: Any, log: Path) -> dic
     except EOFError:
         said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
         found = {"error": (said or ["it ended without a word"])[-1][-200:]}
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     return {**found, "warned": log.read_text(errors="replace").count(WARNING)}
 
 
 def main(names: Annotated[list[str] | None, typer.Argument(help="of rows; else all")] = None) -> None:
     """Exit status 1 if a token is wrong, or an engine fails, beside ours and not on stock."""
+    unwind_on_sigterm()
     fork_from_now_on(setattr)
     model, worse = reference(), False
     with TemporaryDirectory() as folder:
