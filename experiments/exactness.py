@@ -230,14 +230,17 @@ def off_by(conversation: Conversation, model: Any) -> list[float]:
 
 
 @torch.inference_mode()
-def judged(conversation: Conversation, model: Any) -> list[tuple[float, float]]:
-    """The same, and how far the token is below the reference's most likely one."""
+def judged(
+    conversation: Conversation, model: Any, allowed: Sequence[int] | None = None
+) -> list[tuple[float, float]]:
+    """The same, and how far the token is below the reference's most likely one (of those allowed)."""
     logits = model(torch.tensor([conversation.tokens], device=model.device)).logits[0]
     scores = torch.log_softmax(logits, dim=-1).cpu()
     found = []
     for at, logprob in conversation.logprobs.items():
         own = scores[at - 1, conversation.tokens[at]].item()
-        found.append((abs(own - logprob), scores[at - 1].max().item() - own))
+        best = scores[at - 1] if allowed is None else scores[at - 1, list(allowed)]
+        found.append((abs(own - logprob), best.max().item() - own))
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,15 +142,20 @@ def of_fields(headers: dict[str, str], body: dict[str, Any]) -> Client:
     return session(lambda agent, turn: completion(agent, turn, headers, **body))
 
 
-def named_turns(server: Server, metrics: Server) -> dict[str, int]:
+SENDERS = CLIENTS | {name: of_fields(*sent) for name, sent in FIELDS.items()}
+KEYS = {name: f"key-{number}" for number, name in enumerate(SENDERS)}  # some have the same sessions' names
+
+
+def named_turns(server: Server, metrics: Server, keys: Mapping[str, str]) -> dict[str, int]:
     """By client, and by field: of three turns of its parent, those for which a program was found."""
     found = {}
-    for name, client in (CLIENTS | {name: of_fields(*sent) for name, sent in FIELDS.items()}).items():
+    for name, client in SENDERS.items():
         before = metrics.metric("continuum_ttl_decisions_total")
         for each in (each for each in client.turns if each.agent == PARENT):
             own = {"max_output_tokens" if each.path == "/v1/responses" else "max_tokens": 4}
             body = {**each.body, "model": "tiny", "stream": False, **own}
             headers = {k: v for k, v in each.headers.items() if k != "authorization"}
+            headers |= {"authorization": f"Bearer {keys[name]}"} if keys else {}
             HTTP.post(server.url + each.path, json=body, headers=headers)
         time.sleep(0.6)  # so old may figures be
         found[name] = round(metrics.metric("continuum_ttl_decisions_total") - before)
@@ -159,7 +164,7 @@ def named_turns(server: Server, metrics: Server) -> dict[str, int]:
 
 @pytest.mark.real
 def test_three_turns_of_each_client_arrive_named_by_what_the_rust_server_passes_on(rust: Server) -> None:
-    found = named_turns(rust, engine_of(rust))
+    found = named_turns(rust, engine_of(rust), {})
     print(json.dumps(found))
     assert {name for name, turns in found.items() if turns == 3} == BOTH, json.dumps(found)
 
@@ -168,8 +173,8 @@ def test_three_turns_of_each_client_arrive_named_by_what_the_rust_server_passes_
 def test_the_same_turns_arrive_named_by_the_python_server(model: Path, folder: Path) -> None:
     if not RUST_PATH:
         pytest.skip("the other half of the comparison with vllm-rs")
-    with serve(model, ARGS, log=folder / "python.log") as url:
-        found = named_turns(Server(url), Server(url))
+    with serve(model, [*ARGS, "--api-key", *KEYS.values()], log=folder / "python.log") as url:
+        found = named_turns(Server(url), Server(url), KEYS)
     print(json.dumps(found))
     assert set(found) - {name for name, turns in found.items() if turns == 3} == UNNAMED, json.dumps(found)
 

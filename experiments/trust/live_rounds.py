@@ -3,7 +3,8 @@
     python -m experiments.trust.live_rounds play FOLDER --seed 7     # 100 answers, five minutes
     python -m experiments.trust.live_rounds judge FOLDER             # of one play, or of several
 
-`play --no-checksums` is the control: LMCache's files are believed, and `judge` finds wrong tokens.
+The control is `play --no-checksums --only damage`: LMCache's files are believed, and `judge` finds wrong
+tokens.
 
 vLLM with `--scheduling-policy continuum`, two adapters, and an LMCache server with a little DRAM and a disk.
 Three tenants, each with an API key of its own, hold conversations with the model and both adapters. All begin
@@ -26,6 +27,7 @@ with other weights than they began with, and what found no server.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -57,15 +59,15 @@ TENANTS = ("key-a", "key-b", "key-c")
 AT_ONCE = 2  # a tenant's questions
 MODEL, ADAPTERS, VERSIONS = "tiny", ("a", "b"), 3
 CHECKPOINTS = (0, 1)  # their seeds
-CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 256, 40, 0.5
+CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 128, 48, 0.25
 PLAYED = "played.json"
-OUTPUT_TOKENS, TOOL_TOKENS = 12, (40, 300)
-FIRST_TOKENS, LONGEST_TOKENS, WINDOW_TOKENS = 2 * CHUNK_TOKENS + 40, 1500, 2048
+OUTPUT_TOKENS, TOOL_TOKENS = 12, (40, 150)
+FIRST_TOKENS, LONGEST_TOKENS, WINDOW_TOKENS = 2 * CHUNK_TOKENS + 40, 700, 2048
 STORIES = 3
 ALIKE, ROUNDING = 1e-3, 0.02  # of log probabilities in float32; other KV is off by more than 0.1
 LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "64")
 ALWAYS = ("--dtype", "float32", "--max-model-len", str(WINDOW_TOKENS), *LORA)
-OURS = ("--scheduling-policy", "continuum", "--num-gpu-blocks-override", "48", "--shutdown-timeout", "20")
+OURS = ("--scheduling-policy", "continuum", "--num-gpu-blocks-override", "28", "--shutdown-timeout", "20")
 ENV = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -311,8 +313,8 @@ class Servers:
 class Rounds:
     """The tenants' conversations and the answers to be judged."""
 
-    def __init__(self, servers: Servers, draw: random.Random) -> None:
-        self.servers, self.draw = servers, draw
+    def __init__(self, servers: Servers, draw: random.Random, kinds: Sequence[str] = tuple(WEIGHED)) -> None:
+        self.servers, self.draw, self.kinds = servers, draw, kinds
         self.stories = [drawn(draw, FIRST_TOKENS) for _ in range(STORIES)]
         self.open: dict[tuple[str, str], Conversation] = {}
         self.answers: list[Answer] = []
@@ -331,7 +333,7 @@ class Rounds:
             "damage": servers.damage,
             "dropped": servers.drop,
         }
-        kind = self.draw.choices(list(WEIGHED), list(WEIGHED.values()))[0]
+        kind = self.draw.choices(self.kinds, [WEIGHED[each] for each in self.kinds])[0]
         means, change = changes[kind]()
         before = servers.weights, dict(servers.newest)
         with ThreadPoolExecutor(AT_ONCE * len(TENANTS)) as clients:
@@ -456,8 +458,8 @@ def judges(folder: Path) -> Iterator[tuple[int, Judge]]:
             yield weights, Judge(url)
 
 
-def judged(answers: Sequence[Answer], folder: Path) -> tuple[list[Answer], int, int]:
-    """The wrong ones; of how many it was asked whether another version would pass, and how many did."""
+def judged(answers: Sequence[Answer], folder: Path) -> tuple[list[bool], int, int]:
+    """Which are right; of how many it was asked whether another version would pass, and how many did."""
     right = [False] * len(answers)
     asked = passed = 0
     for weights, judge in judges(folder):
@@ -477,7 +479,7 @@ def judged(answers: Sequence[Answer], folder: Path) -> tuple[list[Answer], int, 
             for index, task in tasks:
                 right[index] |= task.result()
             asked, passed = asked + len(others), passed + sum(each.result() for each in others)
-    return [answer for answer, is_fine in zip(answers, right, strict=True) if not is_fine], asked, passed
+    return right, asked, passed
 
 
 app = typer.Typer(add_completion=False)
@@ -489,6 +491,7 @@ def play(
     seed: Annotated[int | None, typer.Option(help="of everything that is drawn; else a new one")] = None,
     requests: Annotated[int, typer.Option(help="answers that can be judged")] = 100,
     minutes: Annotated[float, typer.Option(help="at most, in whole rounds, once all runs")] = 30.0,
+    only: Annotated[str, typer.Option(help="kinds of changes, with commas")] = ",".join(WEIGHED),
     checksums: Annotated[bool, typer.Option(help="without them LMCache's files are believed")] = True,
 ) -> None:
     """Rounds on real servers. `judge` says whether the answers were right."""
@@ -496,36 +499,48 @@ def play(
     print(f"--seed {seed}", flush=True)
     draw, number = random.Random(seed), 0
     l1_gb = L1_CHUNKS * CHUNK_TOKENS * KV_BYTES_PER_TOKEN["float32"] / 2**30
-    off = ["--server-module", json.dumps({"module_path": MODULE, "config": {"checksums": False}})]
-    more = [] if checksums else off
+    more = ["--chunk-size", str(CHUNK_TOKENS)]
+    if not checksums:
+        more += ["--server-module", json.dumps({"module_path": MODULE, "config": {"checksums": False}})]
     with ExitStack() as until:
         lmcache = serve_mp(
             l1_gb, folder / "disk", folder / "mp.log", *more, module=checksums, disk_gb=DISK_GB
         )
         servers = Servers(folder, draw, until.enter_context(lmcache), until)
-        rounds, end_s = Rounds(servers, draw), time.monotonic() + 60 * minutes
+        rounds, end_s = Rounds(servers, draw, only.split(",")), time.monotonic() + 60 * minutes
         while len(rounds.answers) < requests and time.monotonic() < end_s:
             rounds.play(number := number + 1)
+            write(folder, {"seed": seed, "rounds": number}, rounds)
         servers.count_sources()
+    print(json.dumps(write(folder, {"seed": seed, "rounds": number}, rounds), indent=1))
+
+
+def write(folder: Path, about: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
+    """Keep what was played so far; returns it without the answers."""
+    servers = rounds.servers
     refused = (folder / "mp.log").read_text(errors="replace").count("is damaged, or has no checksum")
-    about = {"seed": seed, "rounds": number, "done": dict(sorted(servers.done.items()))}
+    about |= {"answers": len(rounds.answers), "done": dict(sorted(servers.done.items()))}
     about |= {"files refused": refused, "prompt tokens": dict(servers.found), "failed": rounds.failed}
-    print(json.dumps(about, indent=1))
     (folder / PLAYED).write_text(json.dumps(about | {"answers": [each.row() for each in rounds.answers]}))
+    return about
 
 
 @app.command()
 def judge(folders: Annotated[list[Path], typer.Argument(help="of plays")]) -> None:
     """Exit status 1 if a token is wrong or a request failed without a reason."""
     played = [json.loads((folder / PLAYED).read_text()) for folder in folders]
-    answers = [Answer.of_row(row) for each in played for row in each["answers"]]
-    wrong, others, passed = judged(answers, folders[0])
-    faults = [f"round {each.number}, {each.change}: {each.name}" for each in wrong]
-    faults += [text for each in played for text in each["failed"]]
-    print(f"{len(answers)} answers, {sum(len(each.output) for each in answers)} tokens: {len(wrong)} wrong")
+    answers = [[Answer.of_row(row) for row in each["answers"]] for each in played]
+    right, others, passed = judged(list(itertools.chain.from_iterable(answers)), folders[0])
+    verdicts, are_wrong = iter(right), False
+    for folder, each, of_folder in zip(folders, played, answers, strict=True):
+        wrong = [answer for answer, is_fine in zip(of_folder, verdicts, strict=False) if not is_fine]
+        tokens = sum(len(answer.output) for answer in of_folder)
+        print(f"{folder}: {len(of_folder)} answers, {tokens} tokens; {len(wrong)} wrong answers")
+        lines = [f"round {answer.number}, {answer.change}: {answer.name}" for answer in wrong]
+        print("\n".join([*lines, *each["failed"]]))
+        are_wrong |= bool(wrong or each["failed"])
     print(f"{passed} of {others} would pass as another version's")
-    print("\n".join(faults))
-    raise typer.Exit(bool(faults))
+    raise typer.Exit(are_wrong)
 
 
 if __name__ == "__main__":
