@@ -223,14 +223,16 @@ class Model:
                 lost.has.pop(self.index, None)
 
     def forget(self) -> None:
-        """It starts anew."""
+        """It starts anew, but for the turns that it still has: it drains these."""
         for agent in {*self.idle, *self.dram}:
             agent.has.pop(self.index, None)
         self.idle.clear()
         self.dram.clear()
-        self.placed.clear()
         self.idle_tokens = self.dram_tokens = 0
-        self.placed_tokens = 0.0
+        for agent, (since_s, forecast) in [*self.placed.items()]:
+            if since_s < math.inf:
+                del self.placed[agent]
+                self.placed_tokens -= forecast
 
 
 class Counted(NamedTuple):
