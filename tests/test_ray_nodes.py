@@ -50,6 +50,7 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (ENVIRONMENT | NAMING | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
             patch.setenv(name, value)
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
         patch.delenv(LOOPBACK)
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
