@@ -1,11 +1,12 @@
-"""Two nodes of Ray's own test cluster on this machine: what dies under its programs, without an engine.
+"""Two nodes of Ray's own test cluster on this machine: what dies, is deployed and scaled under its programs.
 
-The router, the state, the proxies and the replicas' reports are the product's; replicas answer at once.
-Tokens are checked with engines, on one node (test_ray_serve.py). Runs where Ray is installed (README.md).
+The router, the state, the proxies and the replicas' reports are the product's; replicas answer at once. One
+test has engines, and checks each token. Runs where Ray is installed (README.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import signal
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,17 +26,20 @@ pytest.importorskip("ray")
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray_clients import REPLICA, becomes, running
-from ray_server import ENVIRONMENT, LOOPBACK, fleet_report
+from ray_clients import OUTPUT_TOKENS, REPLICA, Client, becomes, running
+from ray_server import ENVIRONMENT, LOOPBACK, OPTIONS, fleet_report
 
 from continuum_lmcache.serve import app
 from continuum_lmcache.serve.names import ENVIRONMENT as NAMING
+from continuum_lmcache.serve.replica import Replica
 from continuum_lmcache.serve.settings import ServeSettings
+from experiments.exactness import judged, reference
 from experiments.fleet.ray_cost import Answering
 from experiments.server import reserved_port
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+ROUNDING = 1e-3  # of a log probability
 PROGRAMS = [f"run-{i}" for i in range(30)]
 SETTINGS = ServeSettings("m", replicas=2, gpus=0, cpus=0.1, key=secrets.token_hex(32))
 
@@ -45,6 +50,7 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (ENVIRONMENT | NAMING | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
             patch.setenv(name, value)
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
         patch.delenv(LOOPBACK)
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
@@ -66,10 +72,10 @@ def url(cluster: Any) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def deploy(**options: Any) -> None:
+def deploy(settings: ServeSettings = SETTINGS, replica: type[Replica] = Answering, **options: Any) -> None:
     """Each deploy is another version."""
-    deployed = app.deployment(SETTINGS, Answering).options(max_replicas_per_node=1)
-    serve.run(deployed.options(**options).bind(SETTINGS))
+    deployed = app.deployment(settings, replica).options(max_replicas_per_node=1)
+    serve.run(deployed.options(**options).bind(settings))
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +182,27 @@ def test_a_replica_is_started_for_more_programs_than_one_serves_in_time_and_give
     becomes(lambda: len(replicas(url)) == 1, "one replica again")
     assert homes(url, "s", turns=2)[PROGRAMS[0]]
     deploy(num_replicas=2)
+
+
+def test_a_node_with_an_engine_dies_under_its_programs_and_no_token_is_lost_or_wrong(
+    cluster: Any, url: str, model: Path
+) -> None:
+    settings = dataclasses.replace(SETTINGS, model=str(model), cpus=0.5, vllm=" ".join(OPTIONS))
+    deploy(settings, Replica)
+    becomes(lambda: len(replicas(url)) == 2, "two replicas report")
+    clients, turns = [Client(f"run-{i}", i) for i in range(8)], 3
+    with ThreadPoolExecutor(len(clients)) as pool:
+        runs = [pool.submit(client.run, url, turns) for client in clients]
+        becomes(
+            lambda: sum(len(client.replicas) for client in clients) >= len(clients), "a third of the turns"
+        )
+        (worker,) = cluster.worker_nodes
+        cluster.remove_node(worker, allow_graceful=False)
+        for run in runs:
+            run.result()
+    assert len({each for client in clients for each in client.replicas}) == 2
+    assert {status for client in clients for status in client.failures} <= {500, 503}
+    off = [max(pair) for client in clients for pair in judged(client.conversation, reference())]
+    assert len(off) == len(clients) * turns * OUTPUT_TOKENS and max(off) < ROUNDING
+    cluster.add_node(**NODE)
+    deploy()

@@ -6,14 +6,20 @@ Runs where Ray is installed; no cluster is started.
 from __future__ import annotations
 
 import asyncio
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client import REGISTRY
 from virtual_loop import VirtualLoop
 
 pytest.importorskip("ray")
+
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import DeploymentSchema
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaReport
@@ -110,3 +116,11 @@ def test_a_vllm_whose_internals_were_not_read_is_refused() -> None:
     for other in ("0.31.0", "0.33.0"):
         with pytest.raises(ConfigError, match="0.32"):
             refuse_unchecked(other)
+
+
+def test_ray_takes_the_pages_example_of_autoscaling() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "fleet.md").read_text()
+    example = page[page.index("    num_replicas: auto") :].partition("\n\n")[0]
+    given = yaml.safe_load(textwrap.dedent(example))
+    assert DeploymentSchema(name="vllm", **given).num_replicas == "auto"
+    assert AutoscalingConfig(**given["autoscaling_config"]).policy.get_policy().__name__ == "replicas"

@@ -217,7 +217,14 @@ async def test_a_state_that_was_away_is_looked_up_anew(monkeypatch: pytest.Monke
     found = state(goes_to("b"))
     actor = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
     monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [actor])
-    monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
+    answers = iter([ValueError("it died after it was listed"), found])
+
+    def get_actor(*_: Any, **__: Any) -> Any:
+        if isinstance(answer := next(answers), ValueError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ray.get_actor", get_actor)
     assert await sent(made, turn(2, program="q")) == "b"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.policy.interface import Room
 from continuum_lmcache.serve.scaling import FULL, IN_TIME, LIVE, replicas
 from continuum_lmcache.types import Place, ProgramId
+from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS
 from experiments.fleet.rising import Delays, Scaled, arriving, p90_s, ramp_s, run
 from experiments.fleet.routers import Ours
 from experiments.fleet.table import MACHINE
@@ -80,6 +82,11 @@ def test_rays_autoscaler_gets_a_replica_more_before_those_there_are_full_and_few
     assert 1 < replicas(context([17], [20]))[0] <= 2
     assert 2 < replicas(context([40, 2], [20, 20]))[0] <= 3
     assert replicas(context([7, 7], [20, 20]))[0] <= 1
+
+
+def test_the_autoscaler_is_asked_with_the_metrics_of_the_page() -> None:
+    assert {LIVE, IN_TIME} <= {f"continuum_{key}" for key in METRICS}
+    assert f"sum({LIVE} / {IN_TIME})" in (Path(__file__).parents[1] / "docs" / "fleet.md").read_text()
 
 
 def test_a_replica_that_has_not_served_yet_asks_for_nothing() -> None:

@@ -309,7 +309,7 @@ def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_
     text = HTTP.get(f"{continuum.url}/metrics").text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     listed = re.findall(r"^\| `(continuum_(?!fleet_)\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
-    assert len(listed) == 34
+    assert len(listed) == 33
     assert {name: types.get(name) for name, _ in listed} == dict(listed)
     assert set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)) >= OF_VLLM
     if promtool := shutil.which("promtool"):

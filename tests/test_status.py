@@ -33,6 +33,10 @@ BUSY = {
     "continuum_programs": 4,
     'continuum_longest_wait_seconds{engine="0"}': 200,
     'continuum_longest_wait_seconds{engine="1"}': 286,
+    'continuum_live_programs{engine="0"}': 30,
+    'continuum_live_programs{engine="1"}': 6,
+    'continuum_programs_in_time{engine="0"}': 20,
+    'continuum_programs_in_time{engine="1"}': 20,
     "continuum_working_set_tokens": 3000,
     'continuum_tier_capacity_tokens{tier="dram"}': 2000,
     "continuum_tier_store_up": 0,
@@ -83,6 +87,7 @@ def test_everything_wrong_with_a_server_is_reported_with_its_figure(command: Com
         "ignored-fields",
     }
     assert (ran.json["figures"]["kv_usage"], ran.json["figures"]["longest_wait_s"]) == (0.99, 286)
+    assert (ran.json["figures"]["live_programs"], ran.json["figures"]["replicas_in_time"]) == (36, 1.8)
     assert "40 preemptions for 100 finished turns" in found["preemptions"]
     assert "25% of it by pins" in found["low-batch-memory-full"]
     assert "2,000 of 5,000 computed" in found["prompts-change-in-first-third"]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -127,7 +128,8 @@ class ProgramRouter(ConsistentHashRouter):
             now_s = asyncio.get_running_loop().time()
             if self._state is None and now_s >= self._look_at_s:
                 self._look_at_s = now_s + POLL_S
-                self._state = self._find_state()
+                with suppress(ValueError):  # it died just now
+                    self._state = self._find_state()
             if (state := self._state) is not None:
                 try:
                     asked = turn.program, not turn.stays, len(self._by_name), gone

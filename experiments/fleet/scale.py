@@ -24,14 +24,15 @@ import typer
 from continuum_lmcache.fleet.fleet import Fleet, ReplicaId, ReplicaReport
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId
-from experiments.fleet.routers import COOL_S, REPORT_S
-from experiments.fleet.table import MACHINE, SPEEDS, programs_of
 from experiments.fleet.workloads import skewed
 from experiments.sim.result import percentile
-from experiments.sim.serving import STOCK
+from experiments.sim.step_time import MACHINES
 from experiments.tables import markdown
 from experiments.workload import Program, gaps_mapped
 
+MACHINE = MACHINES["a100"]
+STOCK = "stock"
+COOL_S, REPORT_S = 30.0, 0.5
 CHUNK_TOKENS = 2048
 LOAD_TOKENS_S = 25e9 / MACHINE.kv_bytes_per_token
 EXPECTED_S = 36.0  # a program away for longer has lost its place: four mean gaps of the trace
@@ -222,14 +223,16 @@ class Model:
                 lost.has.pop(self.index, None)
 
     def forget(self) -> None:
-        """It starts anew."""
+        """It starts anew, but for the turns that it still has: it drains these."""
         for agent in {*self.idle, *self.dram}:
             agent.has.pop(self.index, None)
         self.idle.clear()
         self.dram.clear()
-        self.placed.clear()
         self.idle_tokens = self.dram_tokens = 0
-        self.placed_tokens = 0.0
+        for agent, (since_s, forecast) in [*self.placed.items()]:
+            if since_s < math.inf:
+                del self.placed[agent]
+                self.placed_tokens -= forecast
 
 
 class Counted(NamedTuple):
@@ -491,6 +494,8 @@ def row(name: str, router: str, run: Run) -> list[str]:
 
 def fit(seeds: Sequence[int]) -> list[list[str]]:
     """Mean job times of the model on the programs of `experiments.fleet.table`, at rho 1.3."""
+    from experiments.fleet.table import SPEEDS, programs_of  # imports vLLM, which nothing else needs here
+
     lines = [["engines", "router", "mean job of the model, s"]]
     for policy in (STOCK, "continuum"):
         for router in ("hash", "sticky", "least", "ours"):
