@@ -150,9 +150,7 @@ SLICE_TURNS = 5  # at least: so at most a fifth of the turns wait in the line
 REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
 LEAST_GAP_S = 1.0  # and if the gap is no shorter: at 0.3 s a burst of programs ended a quarter later (LOG.md)
 LATE_SHARE = 0.1  # of the latest turns: so the 90th percentile of first tokens is in time
-GAP_PART = (
-    0.25  # of the longest wait: ended programs keep theirs too; at two thirds more turns were late (LOG.md)
-)
+GAP_PART = 0.25  # of the longest wait, since ended programs keep theirs too; at two thirds more were late
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
 KEEPS = 1.25  # times each limit of the choice between places and sharing, before it changes back
 
