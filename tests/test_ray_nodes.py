@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -135,9 +136,10 @@ def test_every_program_keeps_its_replica_when_the_state_or_a_proxy_dies(url: str
 def test_programs_of_a_dead_node_go_to_the_other_one_and_stay_and_a_new_node_gets_new_ones(
     cluster: Any, url: str
 ) -> None:
-    before = homes(url, "n")
+    before, pids = homes(url, "n"), [row["pid"] for row in fleet_report(url)["replicas"]]
     (worker,) = cluster.worker_nodes
     cluster.remove_node(worker, allow_graceful=False)
+    becomes(lambda: sum(map(psutil.pid_exists, pids)) == 1, "its replica, which may answer a little longer")
     after = homes(url, "n", turns=2)
     alive = {replica for replicas in after.values() for replica in replicas}
     assert len(alive) == 1 and alive < {replicas[0] for replicas in before.values()}
