@@ -18,6 +18,7 @@ from experiments.exactness import Conversation
 PATIENCE_S = 300.0
 REPLICA = "x-continuum-replica"
 OUTPUT_TOKENS, TRIES = 24, 20
+CUT = 0  # in place of an HTTP status: the proxy died under the connection
 
 
 def becomes(is_so: Callable[[], Any], what: str) -> None:
@@ -50,7 +51,7 @@ class Client:
     seed: int
     conversation: Conversation = field(default_factory=lambda: Conversation([]))
     replicas: list[str] = field(default_factory=list)  # by turn
-    failures: list[int] = field(default_factory=list)  # HTTP statuses of turns that were sent again
+    failures: list[int] = field(default_factory=list)  # HTTP statuses of turns that were sent again, or CUT
 
     def run(self, url: str, turns: int) -> None:
         draw = random.Random(self.seed)
@@ -63,7 +64,12 @@ class Client:
         tokens = self.conversation.tokens
         how = {"max_tokens": OUTPUT_TOKENS, "logprobs": 1, "return_token_ids": True}
         for _ in range(TRIES):
-            answer = one_turn(url, tokens, job_id=self.name, is_last_step=is_last, **how)
+            try:
+                answer = one_turn(url, tokens, job_id=self.name, is_last_step=is_last, **how)
+            except httpx.TransportError:
+                self.failures.append(CUT)
+                time.sleep(0.5)
+                continue
             if answer.is_success:
                 break
             self.failures.append(answer.status_code)
