@@ -463,7 +463,7 @@ def judged(answers: Sequence[Answer], folder: Path) -> tuple[list[bool], int, in
     right = [False] * len(answers)
     asked = passed = 0
     for weights, judge in judges(folder):
-        with ThreadPoolExecutor(4) as clients:
+        with ThreadPoolExecutor(1) as clients:  # vLLM 0.32 on a CPU: two with prompt_logprobs end the engine
             tasks = [
                 (index, clients.submit(judge.is_of, answer, version))
                 for index, answer in enumerate(answers)
