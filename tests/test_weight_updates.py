@@ -101,6 +101,19 @@ def test_an_adapter_that_replaces_itself_or_is_removed_is_a_change_and_a_new_one
     assert engine.changes == ["load_inplace", "remove_lora"]
 
 
+def test_workers_activate_both_loads_of_one_adapters_name_while_turns_of_both_run(make: Make) -> None:
+    """They keep a step's adapters in a set, in which vLLM compares names alone: of two loads of one name one
+    was missing, and its turns ended the engine (KeyError). Found by experiments.trust.live_rounds."""
+    loads = [LoRARequest("a", number, "/adapters/a") for number in (1, 2)]
+    assert len(set(loads)) == 1, "stock vLLM tells them apart: the mend can go"
+    bench, sent = make(), list[LoRARequest]()
+    bench.scheduled = lambda output: sent.extend(new.lora_request for new in output.scheduled_new_reqs)  # type: ignore[method-assign]
+    for number, load in enumerate(loads):
+        bench.send(f"p{number}", prompt(40, number), out=2, lora=load)
+    bench.step()
+    assert len(set(sent)) == 2 and {each.lora_int_id for each in sent} == {1, 2}
+
+
 def test_an_adapters_blocks_are_named_by_its_id_too() -> None:
     """A server gives another one to an adapter of the same name and path that is loaded again."""
     weight_updates.install()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -136,6 +137,8 @@ class ContinuumMixin(Scheduler):
         for new in scheduler_output.scheduled_new_reqs:
             self._events.ran(now_s, self.requests[new.req_id])
             self._running_changed = True
+            if (lora := new.lora_request) is not None:  # workers tell adapters apart by their names alone
+                new.lora_request = replace(lora, lora_name=f"{lora.lora_name}/{lora.lora_int_id}")
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
         if scheduler_output.preempted_req_ids:

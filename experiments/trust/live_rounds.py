@@ -19,8 +19,8 @@ round each tenant asks two questions beside a change, and two after it:
     damage     files of LMCache's disk are damaged, and what is above the disk is dropped
     dropped    what is above the disk is dropped
 
-Then a fresh stock vLLM with a copy of the weights and of each adapter's version, without a cache, computes
-every answer's tokens. In float32: each token is its most likely one, or one as likely but for rounding.
+Then the weights and each adapter's version in plain PyTorch, without vLLM and without a cache, compute every
+answer's tokens. In float32: each token is the most likely one, or one as likely but for rounding.
 Not judged, and not counted: what is asked beside a change without a pause by which vLLM lets requests go on
 with other weights than they began with, and what found no server.
 """
@@ -35,7 +35,7 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -44,8 +44,10 @@ from typing import Annotated, Any
 
 import httpx
 import psutil
+import torch
 import typer
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file
 
 from connectors.lmcache_mp.wire import MODULE
 from experiments.forking_vllm import COMMAND
@@ -61,6 +63,7 @@ MODEL, ADAPTERS, VERSIONS = "tiny", ("a", "b"), 3
 CHECKPOINTS = (0, 1)  # their seeds
 CHUNK_TOKENS, L1_CHUNKS, DISK_GB = 128, 48, 0.25
 PLAYED = "played.json"
+WEIGHTS, A, B = "adapter_model.safetensors", ".lora_A.weight", ".lora_B.weight"
 OUTPUT_TOKENS, TOOL_TOKENS = 12, (40, 150)
 FIRST_TOKENS, LONGEST_TOKENS, WINDOW_TOKENS = 2 * CHUNK_TOKENS + 40, 700, 2048
 STORIES = 3
@@ -128,7 +131,7 @@ class Conversation:
 
 
 def is_right(answer: Answer, scores: Scores) -> bool:
-    """Whether a fresh server would have chosen each token, with the log probability that it came with."""
+    """Whether the model without a cache chooses each token, with the log probability that it came with."""
     return all(
         own >= best - ALIKE and abs(own - said) < ROUNDING
         for said, (own, best) in zip(answer.logprobs, scores, strict=True)
@@ -415,70 +418,42 @@ def drawn(draw: random.Random, tokens: int) -> list[int]:
 # ---- the judge
 
 
-def copies(name: str, version: int) -> str:
-    return name if name == MODEL else f"{name}{version}"
+def reference(folder: Path, weights: int, name: str, version: int) -> Any:
+    """A checkpoint with an adapter's version merged into it, in the transformers library."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = str(make_model(folder / f"weights-{weights}", weights))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    if name == MODEL:
+        return model
+    tensors = load_file(save_adapter(folder / f"{name}{version}", folder, (name, version)) / WEIGHTS)
+    for key in tensors:
+        if key.endswith(A):
+            module = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(A))
+            module.weight.data += tensors[key.replace(A, B)] @ tensors[key]
+    return model
 
 
-class Judge:
-    """A fresh server of one checkpoint, with a copy of every version of both adapters."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def scores(self, answer: Answer, version: int) -> Scores:
-        tokens = [*answer.prompt, *answer.output]
-        body = {
-            "model": copies(answer.name, version),
-            "prompt": tokens,
-            "max_tokens": 1,
-            "prompt_logprobs": 1,
-        }
-        sent = httpx.post(f"{self.url}/v1/completions", json=body, timeout=600).raise_for_status()
-        computed = sent.json()["choices"][0]["prompt_logprobs"][-len(answer.output) :]
-        return [
-            (of[str(token)]["logprob"], max(each["logprob"] for each in of.values()))
-            for token, of in zip(answer.output, computed, strict=True)
-        ]
-
-    def is_of(self, answer: Answer, version: int) -> bool:
-        return is_right(answer, self.scores(answer, version))
-
-
-def judges(folder: Path) -> Iterator[tuple[int, Judge]]:
-    """One after the other, of each checkpoint: stock vLLM, its policy, no prefix cache, no connector."""
-    modules = [
-        f"{copies(name, number)}={save_adapter(folder / copies(name, number), folder, (name, number))}"
-        for name in ADAPTERS
-        for number in range(VERSIONS)
-    ]
-    args = [*ALWAYS, "--no-enable-prefix-caching", "--lora-modules", *modules]
-    for weights in CHECKPOINTS:
-        checkpoint = make_model(folder / f"weights-{weights}", weights)
-        with serve(checkpoint, args, log=folder / f"judge-{weights}.log", vllm=COMMAND) as url:
-            yield weights, Judge(url)
+@torch.inference_mode()
+def scores_of(answer: Answer, model: Any) -> Scores:
+    tokens = [*answer.prompt, *answer.output]
+    logits = model(torch.tensor([tokens])).logits[0, len(answer.prompt) - 1 : -1]
+    scores = torch.log_softmax(logits, dim=-1)
+    return [(row[token].item(), row.max().item()) for row, token in zip(scores, answer.output, strict=True)]
 
 
 def judged(answers: Sequence[Answer], folder: Path) -> tuple[list[bool], int, int]:
     """Which are right; of how many it was asked whether another version would pass, and how many did."""
     right = [False] * len(answers)
     asked = passed = 0
-    for weights, judge in judges(folder):
-        with ThreadPoolExecutor(4) as clients:
-            tasks = [
-                (index, clients.submit(judge.is_of, answer, version))
-                for index, answer in enumerate(answers)
-                for of, version in answer.states
-                if of == weights
-            ]
-            others = [
-                clients.submit(judge.is_of, answer, (version + 1) % VERSIONS)
-                for answer in answers[::10]
-                for of, version in answer.states
-                if of == weights and answer.name != MODEL and len(answer.states) == 1
-            ]
-            for index, task in tasks:
-                right[index] |= task.result()
-            asked, passed = asked + len(others), passed + sum(each.result() for each in others)
+    for weights, name in itertools.product(CHECKPOINTS, (MODEL, *ADAPTERS)):
+        for version in range(1 if name == MODEL else VERSIONS):
+            model = reference(folder, weights, name, version)
+            for index, answer in enumerate(answers):
+                if answer.name == name and (weights, version) in answer.states:
+                    right[index] |= is_right(answer, scores_of(answer, model))
+                elif answer.name == name and index % 10 == 0:
+                    asked, passed = asked + 1, passed + is_right(answer, scores_of(answer, model))
     return right, asked, passed
 
 
