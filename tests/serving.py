@@ -89,7 +89,7 @@ class Server:
         for token, logprob, of_tokens in zip(answer.output, answer.logprobs, computed, strict=True):
             of_token = of_tokens[str(token)]["logprob"]
             assert of_token >= max(each["logprob"] for each in of_tokens.values()) - 1 / 16
-            assert abs(logprob - of_token) < 0.05
+            assert abs(logprob - of_token) < 2 / 16  # its own logit rounds otherwise, and so do the others
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels, now."""

@@ -125,6 +125,7 @@ def test_usage_holds_over_a_tool_gap_and_falls_on_an_idle_engine_when_the_ttl_is
     sent_s = time.monotonic()
     continuum.complete(ids(5 * BLOCK, 1), job_id="gap")
     pinned = 5 / (BLOCKS - 1)
+    continuum.usage_becomes(pinned)  # vLLM records after it has answered
     while True:
         usage = continuum.usage
         if time.monotonic() > sent_s + TTL_S:  # it may have been read after the pin's end
