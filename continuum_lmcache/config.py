@@ -32,7 +32,7 @@ class ContinuumConfig:
     max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
     max_tenant_share: float = 1.0  # share of max_pinned_share that one API key may hold; without keys: all
     first_token_limit_s: float = 30.0  # below this expected wait turns queue alike, without places; 0: never
-    longest_wait_s: float = 600.0  # no turn shall wait longer for a place: programs keep theirs until then
+    longest_wait_s: float = 600.0  # programs keep places until a turn would wait longer; slices may exceed it
     pin_reclaim_after_s: float = 120.0  # a turn refused blocks for this long may take other programs' pins
     program_idle_s: float = 3600.0  # a program without a turn for this long is forgotten
     admission: bool = True  # new programs wait while the started ones fill the KV cache
@@ -86,7 +86,7 @@ REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about
     "fail_on_load_error": "failed a request whose KV did not load; it is always computed again now",
     "hash_ids": "is the default now; record_ids has recordings keep the clients' ids",
     "max_wait_s": "is two settings now: longest_wait_s and pin_reclaim_after_s",
-    "admission_max_hold_s": "is longest_wait_s now: the wait that shall not be passed, 600 by default",
+    "admission_max_hold_s": "is longest_wait_s now: programs keep places until a turn would wait longer",
 }
 
 

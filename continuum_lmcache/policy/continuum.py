@@ -166,9 +166,10 @@ def gives_up_place(turn: FinishedTurn, state: EngineState, places: Places) -> Pl
     expected_s = 0.0 if returns_late(turn.tool, state) else state.expected_s
     most_s = places.config.longest_wait_s
     spare_s = most_s - places.longest_wait_s - places.waiting * places.turn_s
-    returns = state.lost_share <= MOST * state.gaps.longer_share(turn.tool, expected_s)
-    if expected_s and returns and places.late_share > LATE_SHARE:
-        expected_s = max(expected_s, min(spare_s, GAP_PART * most_s))
+    if expected_s and places.late_share > LATE_SHARE:
+        are_away = state.gaps.longer_share(turn.tool, expected_s)  # for as long; the lost ones among them
+        if state.lost_share <= MOST * are_away:
+            expected_s = max(expected_s, min(spare_s, GAP_PART * most_s))
     if not places.waiting:
         return Place(True, "nobody-waits", expected_s)
     if all_wait_alike(places):
@@ -203,7 +204,7 @@ def slice_s(reload_s: float, seen: Places | Line) -> float:
     of the started programs gives its place up once a slice: so reloads take `started` * `reload_s` of it.
 
     Programs that take turns in a circle come back in the order in which a tier loses their contexts. So it
-    loses just those that come next, and a third of the GPU's time would go into computing them again.
+    loses just those that come next: with slices of three reloads a third of the GPU's time recomputed them.
     """
     return (TIER_RELOADS if seen.has_tier else SLICE_RELOADS) * reload_s * seen.started
 

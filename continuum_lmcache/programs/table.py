@@ -23,7 +23,7 @@ from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefi
 from continuum_lmcache.types import FinishedTurn, Place, ProgramId, TurnId
 
 MOST_HASHES = 4_000_000  # of all programs, 32 MB; then the longest-idle ones lose theirs
-OVERDUE_A_STEP = 32  # each takes some 15 microseconds: so no step waits for a millisecond
+OVERDUE_A_STEP = 32  # each takes some 20 microseconds (LOG.md): so no step waits for a millisecond
 
 
 @dataclass(slots=True)

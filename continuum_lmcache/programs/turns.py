@@ -112,8 +112,8 @@ class TurnTable(dict[TurnId, Turn]):
             self._first_tokens_s.append(first_token_s)
 
     def late_share(self, limit_s: float) -> float:
-        """The share of the latest turns whose first token came later than `limit_s`; 0 before the first, and
-        where there is no limit, 0."""
+        """The share of the latest turns whose first token came later than `limit_s`: 0 to 1. With a limit of
+        0, which stands for none, it is 0."""
         return sum(s > limit_s > 0.0 for s in self._first_tokens_s) / max(1, len(self._first_tokens_s))
 
     @property

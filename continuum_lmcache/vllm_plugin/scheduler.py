@@ -5,7 +5,8 @@ _update_after_schedule, update_from_output, _update_waiting_for_remote_kv,
 has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.
 Called: _preempt_request, reset_connector_cache. Read: Request.is_prefill_chunk, num_spec_tokens,
 need_mamba_block_aligned_split, resumed_req_ids, num_waiting_for_streaming_input.
-Changed: prev_step_scheduled_req_ids, _inflight_prefills, failed_recving_kv_req_ids.
+Changed: prev_step_scheduled_req_ids, _inflight_prefills, failed_recving_kv_req_ids,
+NewRequestData.lora_request.
 Before a step, sorted: running; set: max_num_scheduled_tokens.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
 Replaced after __init__: every RequestQueue attribute. Set there, if vLLM's user has not set it:
