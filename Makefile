@@ -47,7 +47,7 @@ soak-oracle: install
 	ORACLE_STEPS=1000000 ORACLE_SEED=$(SEED) $(PYTHON) -m pytest -s tests/test_kv_oracle_machine.py -k no_order
 
 test: check
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2 --dist loadfile --maxfail 20
 
 fuzz: install
 	for seed in $(or $(SEED),$(shell od -An -N$$((4 * $(or $(ROUNDS),20))) -w4 -tu4 /dev/urandom)); do \

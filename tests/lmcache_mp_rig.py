@@ -8,7 +8,9 @@ contract suite: eviction, which the server does once a second, is done in `settl
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache.v1.multiprocess.transport.zmq_impl.mq import ClientPollingLoop
 from lmcache_mp_server import CHUNK, MODEL, MpServer, PatientWorker, patient
 from waiting import wait_for
 
@@ -38,6 +41,7 @@ from continuum_lmcache.types import Tier
 
 LAYERS, HEADS, HEAD = 2, 1, 8
 SLOTS = 64  # vLLM blocks
+ANSWER_S = 60.0  # for one answer; LMCache's 300 s, twenty times, are longer than a whole run may take
 ENDING: list[threading.Thread] = []  # servers that are about to end; the session waits for them
 
 
@@ -55,8 +59,14 @@ class MpEngine:
         self.server = server
         url, strategy = [f"tcp://127.0.0.1:{server.port}"], ParallelStrategy(False, 1, 0, 1, 1, 1)
         context = zmq.Context.instance()
-        self.scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, CHUNK, strategy)
-        self.adapter = LMCacheMPWorkerAdapter(url[0], context, MODEL, CHUNK, strategy)
+        arguments = (context, MODEL, CHUNK, strategy)
+        try:
+            self.scheduler = LMCacheMPSchedulerAdapter(url, *arguments, mq_timeout=ANSWER_S)
+        except ConnectionError:  # seen once, for every test of a file; all clients share a thread
+            faulthandler.dump_traceback(sys.__stderr__)
+            ClientPollingLoop._instance = None
+            self.scheduler = LMCacheMPSchedulerAdapter(url, *arguments, mq_timeout=ANSWER_S)
+        self.adapter = LMCacheMPWorkerAdapter(url[0], *arguments, mq_timeout=ANSWER_S)
         self.kv = {
             f"layer.{i}": torch.zeros(SLOTS, HEADS, CHUNK, 2 * HEAD, dtype=torch.bfloat16)
             for i in range(LAYERS)

@@ -1,7 +1,7 @@
 """A real vLLM server, a real LMCache MP server; the second is killed, and the first gets new weights.
 
 The oracle is vLLM's own prefix hit of the same length, and for a prompt that is computed again its first
-answer: bfloat16 gives another prompt split, or another batch, other logits. Prompts are 256 * n + 64 tokens,
+answer: another prompt split, or another batch, rounds logits otherwise. Prompts are 256 * n + 64 tokens,
 of which vLLM and LMCache both hit 256 * n, and go one at a time.
 """
 

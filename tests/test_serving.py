@@ -154,14 +154,16 @@ def test_a_pinned_programs_next_turn_hits_the_gpu_though_more_than_the_cache_has
 
 
 def test_an_unpinned_prefix_comes_back_from_lmcaches_dram(continuum: Continuum) -> None:
-    first = continuum.complete(ids(6 * BLOCK, 12))  # no job_id: no pin
-    fill_the_cache(continuum, 30)
-    gpu, dram = continuum.metric("vllm:prefix_cache_hits_total"), loaded(continuum, "dram")
-    external = continuum.metric("vllm:external_prefix_cache_hits_total")
-    continuum.complete(first.tokens + ids(9, 13))
-    assert continuum.metric("vllm:prefix_cache_hits_total") == gpu
-    assert continuum.metric("vllm:external_prefix_cache_hits_total") - external == 6 * BLOCK
-    assert loaded(continuum, "dram") - dram == 6 * BLOCK
+    for attempt in range(5):  # on a machine with other work LMCache may answer too late, and it is computed
+        first = continuum.complete(ids(6 * BLOCK, 120 + attempt))  # no job_id: no pin
+        fill_the_cache(continuum, 30)
+        gpu, dram = continuum.metric("vllm:prefix_cache_hits_total"), loaded(continuum, "dram")
+        external = continuum.metric("vllm:external_prefix_cache_hits_total")
+        continuum.complete(first.tokens + ids(9, 13))
+        assert continuum.metric("vllm:prefix_cache_hits_total") == gpu
+        if (found := continuum.metric("vllm:external_prefix_cache_hits_total") - external) > 0:
+            break
+    assert found == loaded(continuum, "dram") - dram == 6 * BLOCK
 
 
 def loaded(server: Server, tier: str) -> float:

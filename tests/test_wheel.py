@@ -1,7 +1,6 @@
 """The wheel's contents, its dependencies, and that it serves without the checkout on the path, in bfloat16.
 
-vLLM spawns its processes here, as it does for users; other tests of servers fork them, and compute in float32
-on a CPU without instructions for bfloat16.
+vLLM spawns its processes here, as it does for users. Other tests of servers fork them and compute in float32.
 """
 
 from __future__ import annotations
