@@ -1,6 +1,6 @@
 """The pictures: dark blue is continuum, black is stock vLLM, all else is grey.
 
-python -m experiments.figures       README's picture, from experiments/records/figures/tiers.csv
+python -m experiments.figures       README's picture and the frontier, from their rows in experiments/records/figures
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHOWN = {"fcfs": "stock vLLM", "continuum-published": "the paper's policy", "con
 
 def colour(label: str) -> str:
     """By what served: "fcfs + LMCache" is stock vLLM's."""
-    name = label.partition(" ")[0].partition("+")[0]
+    name = label.partition(" ")[0].partition("+")[0].rstrip(",")
     return {"continuum": OURS, "fcfs": STOCK}.get(name, OTHER)
 
 
@@ -121,9 +121,30 @@ def draw_tiers(rows: Path, path: Path) -> list[Path]:
     return save(figure, path)
 
 
+def draw_frontier(rows: Path, path: Path) -> list[Path]:
+    """A panel per number of live sessions: the longest first token over the 90th percentile, a dot per
+    contender, and a line along `longest_wait_s` of ours."""
+    found: dict[str, list[dict[str, str]]] = {}
+    with rows.open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["sessions"], []).append(row)
+    figure, panels = plt.subplots(1, len(found), figsize=(3.8 * len(found), 3.6), layout="constrained")
+    for axes, (sessions, shown) in zip(panels, found.items(), strict=True):
+        at = [(float(row["ttft_p90_s"]), float(row["ttft_max_s"]), row["contender"]) for row in shown]
+        axes.plot(*zip(*((x, y) for x, y, name in at if colour(name) == OURS), strict=True), color=OURS)
+        for x, y, name in at:
+            axes.plot(x, y, "o", color=colour(name))
+            axes.annotate(SHOWN.get(name, name).removeprefix("continuum, "), (x, y), fontsize=7)
+        axes.set(title=sessions, xlabel="90th percentile, s", ylabel="longest, s", xscale="log")
+        axes.grid(color="0.9")
+    figure.suptitle("First tokens of live sessions, simulated; blue: continuum by longest_wait_s", fontsize=9)
+    return save(figure, path)
+
+
 def main() -> None:
-    """Draw README's figure again from its rows, in experiments/records/figures."""
+    """Draw README's figure and the frontier again from their rows, in experiments/records/figures."""
     print(*draw_tiers(RECORDS / "tiers.csv", RECORDS / "benefit-and-price"), sep="\n")
+    print(*draw_frontier(RECORDS / "frontier.csv", RECORDS / "frontier"), sep="\n")
 
 
 if __name__ == "__main__":

@@ -98,6 +98,14 @@ def test_the_index_of_the_records_has_a_line_for_each_file() -> None:
     }
 
 
+def test_a_picture_is_on_a_page_and_there_are_at_most_eight() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    files = [path for folder in ("docs", "experiments") for path in (ROOT / folder).rglob("*.*")]
+    pictures = [path.name for path in files if path.suffix in (".png", ".svg")]
+    assert all(f"/{name})" in pages or f"({name})" in pages for name in pictures), pictures
+    assert len(pictures) <= 8, pictures
+
+
 def test_every_page_is_at_most_two_links_away_from_the_readme_or_the_architecture() -> None:
     first = {reference.README, ARCHITECTURE}
     second = {file for page in first for file, _ in links(page) if file.suffix == ".md"}
