@@ -1,6 +1,6 @@
 """The pictures: dark blue is continuum, black is stock vLLM, all else is grey.
 
-python -m experiments.figures       README's picture and the frontier, from rows in experiments/records/figures
+python -m experiments.figures     README's picture and the frontier, from rows in experiments/records/figures
 """
 
 from __future__ import annotations
