@@ -134,8 +134,10 @@ def draw_frontier(rows: Path, path: Path) -> list[Path]:
         axes.plot(*zip(*((x, y) for x, y, name in at if colour(name) == OURS), strict=True), color=OURS)
         for x, y, name in at:
             axes.plot(x, y, "o", color=colour(name))
-            axes.annotate(SHOWN.get(name, name).removeprefix("continuum, "), (x, y), fontsize=7)
-        axes.set(title=sessions, xlabel="90th percentile, s", ylabel="longest, s", xscale="log")
+            label = SHOWN.get(name, name).removeprefix("continuum, ")
+            axes.annotate(label, (x, y), (4, 4), textcoords="offset points", fontsize=7)
+        axes.set(title=sessions, xlabel="90th percentile, s", ylabel="longest, s", ylim=0)
+        axes.set_xlim(0, 1.5 * max(x for x, _, _ in at))
         axes.grid(color="0.9")
     figure.suptitle("First tokens of live sessions, simulated; blue: continuum by longest_wait_s", fontsize=9)
     return save(figure, path)
