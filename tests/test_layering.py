@@ -162,7 +162,7 @@ def test_no_folder_of_the_product_is_too_long_to_be_read_at_a_glance() -> None:
 
 
 def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
-    """Each further one is a seam that the next vLLM may change (docs/decisions/0001)."""
+    """Each further one is a seam that the next vLLM may change (the head of scheduler.py)."""
     tree = ast.parse((ROOT / "continuum_lmcache/vllm_plugin/scheduler.py").read_text())
     mixin = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ContinuumMixin")
     defined = {n.name for n in mixin.body if isinstance(n, ast.FunctionDef)}

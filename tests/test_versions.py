@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from continuum_lmcache.vllm_plugin.hooks.engine_args import check_version
 from experiments.trust import version_matrix
 from experiments.trust.version_matrix import (
     CELLS,
-    CONNECTOR_SUITE,
-    SCHEDULER_SUITE,
     absent_tests,
     main,
     result_of,
@@ -66,9 +63,8 @@ def test_a_result_is_pytests_summary_whatever_a_process_writes_after_it() -> Non
     assert result_of("Killed") == "no answer"
 
 
-def test_each_test_that_the_page_or_a_suite_names_is_there() -> None:
-    named = re.findall(r"`(tests/[^`:]*)", version_matrix.TABLE.read_text())
-    assert not absent_tests() and set(named) == {*SCHEDULER_SUITE, *CONNECTOR_SUITE}
+def test_each_test_that_a_suite_names_is_there() -> None:
+    assert not absent_tests()
 
 
 def test_a_suite_that_names_a_test_that_is_gone_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

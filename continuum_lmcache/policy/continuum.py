@@ -9,7 +9,7 @@
     evicts_first    a turn ended: is its KV the next to be evicted?
 
 Each is asked by engine.py, admission/controller.py, vllm_plugin/scheduler.py or reload/load_policy.py. These
-keep what was observed, and decide nothing. docs/policy/ has a page for each decision.
+keep what was observed, and decide nothing. docs/policy/ describes each decision.
 """
 
 from __future__ import annotations

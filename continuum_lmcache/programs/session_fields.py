@@ -1,8 +1,9 @@
 """The fields in which clients name their program: one table, read from the top.
 
-docs/clients.md lists who sends which field, and since when. A field that names one agent comes before one
-that may name a whole session. A name that several programs may share is a hint: it counts only if the
-prompt continues one of the hint's turns (programs/prompt_linker.py).
+docs/clients.md lists who sends which field, and since when. A new client needs a FieldPlace here, an entry in
+tests/client_requests.py and a row there. A field that names one agent comes before one that may name a whole
+session. A name that several programs may share is a hint: it counts only if the prompt continues one of the
+hint's turns (programs/prompt_linker.py).
 
 A bad value of our own fields is refused (RequestError). A bad value in another convention's field is skipped
 and counted, and the next field is read.

@@ -1,5 +1,9 @@
 """Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
 
+The about thousand lines of schedule() differ in each release. Queues are replaced, since vLLM's `priority`
+branch broke six of its own tests. A pin is one more reference on blocks: beside a held request a connector
+steps the engine every millisecond.
+
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request, _free_blocks,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv,
 has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.

@@ -6,7 +6,8 @@
   free memory (the paper's deadlock rule, §4), or `pin_reclaim_after_s` after it was first in the queue and
   refused.
 - It takes the pin of a program whose next turn waits behind it: that turn cannot run first, so
-  no request can use the pin's memory (docs/decisions/0002).
+  no request can use the pin's memory. Several returned programs would hold the whole GPU and wait for each
+  other.
 
 Pins of the latest-arrived programs go first. No pin is released without use: blocks are counted first,
 then freed on trial, and taken back if the request does not fit.
