@@ -15,7 +15,7 @@ from experiments.driver import Plan, run
 from experiments.offload_sweep import Wanted, cases_of, wanted
 from experiments.peers import install, live, settings
 from experiments.sim.sessions import play
-from experiments.sweep import simulated
+from experiments.sweep import closed_loop, simulated
 from experiments.sweep.cases import AGENTINFER, PEERS, ROUTER, ROUTER_WARM, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS
@@ -73,6 +73,8 @@ def test_a_contender_that_is_not_installed_is_left_out_with_the_reason(
     assert "python -m experiments.peers.install makes it" in said
     simulated_too = cases_of(PLANS["peers"], Size.DEFAULT, [3], Wanted())
     assert simulated_too and not {case.contender for case in simulated_too} & {*PEERS}
+    with pytest.raises(SweepError, match="no contender is installed: .* peers.install makes it"):
+        closed_loop.tabulate(closed_loop.points(Size.QUICK, contenders=ROUTER_WARM), 1, tmp_path)
 
 
 def test_contenders_and_tiers_choose_among_the_rows() -> None:

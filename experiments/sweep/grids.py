@@ -61,12 +61,15 @@ def own(names: Iterable[str]) -> list[str]:
 
 
 def installed(cases: Iterable[Some]) -> list[Some]:
-    """The cases that can run here. A contender that is not installed is left out, with the reason."""
+    """The cases that can run here. A contender that is not installed is left out, with the reason. Raises
+    SweepError if all are."""
     cases = list(cases)
     reasons = {case.contender: missing(case.contender, not isinstance(case, Live)) for case in cases}
     for contender, reason in reasons.items():
         if reason:
             print(f"offload_sweep: {contender} is left out: {reason}", file=sys.stderr)
+    if cases and all(reasons.values()):
+        raise SweepError(f"no contender is installed: {'; '.join(map(str, reasons.values()))}")
     return [case for case in cases if not reasons[case.contender]]
 
 
