@@ -73,7 +73,7 @@ def test_a_contender_that_is_not_installed_is_left_out_with_the_reason(
     assert "python -m experiments.peers.install makes it" in said
     simulated_too = cases_of(PLANS["peers"], Size.DEFAULT, [3], Wanted())
     assert simulated_too and not {case.contender for case in simulated_too} & {*PEERS}
-    with pytest.raises(SweepError, match="no contender is installed: .* peers.install makes it"):
+    with pytest.raises(SweepError, match="no contender is installed: .*peers.install makes it"):
         closed_loop.tabulate(closed_loop.points(Size.QUICK, contenders=ROUTER_WARM), 1, tmp_path)
 
 
