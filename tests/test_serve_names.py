@@ -152,6 +152,19 @@ def test_a_turn_that_continues_a_stored_answer_stays_with_its_replica() -> None:
     assert (named.program, named.stays) == ("run", True)
 
 
+def test_a_conversation_without_an_answer_is_its_programs_first_turn() -> None:
+    """JSON writes the quotes within a text as \\", so no text looks like a role."""
+    asked = {"role": "user", "content": 'the "assistant" said {"role": "assistant"}'}
+    answered = {"role": "assistant", "content": "yes"}
+
+    def is_first(**fields: Any) -> bool:
+        return through(body(job_id="run", **fields), path="/v1/chat/completions")[0].is_first
+
+    assert is_first(messages=[asked])
+    assert not is_first(messages=[asked, answered, asked])
+    assert not is_first(), "a prompt of text may have answers"
+
+
 def test_the_example_and_the_application_agree_on_the_proxies_environment() -> None:
     page = yaml.safe_load((ROOT / "docs" / "ray.yaml").read_text())
     given = page["controller_options"]["runtime_env"]["env_vars"]
@@ -177,6 +190,7 @@ def test_a_question_may_be_for_one_replica() -> None:
     st.builds(
         TurnName,
         st.text(max_size=300),
+        st.booleans(),
         st.booleans(),
         st.booleans(),
         st.booleans(),

@@ -23,7 +23,7 @@ from ray.serve.request_router import PendingRequest
 
 from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.serve.names import ApiKeys, TurnName
-from continuum_lmcache.serve.router import HOME_S, PATIENCE_S, POLL_S, SHORT_S, ProgramRouter
+from continuum_lmcache.serve.router import PATIENCE_S, POLL_S, SHORT_S, ProgramRouter
 
 pytestmark = pytest.mark.anyio
 OURS = DeploymentID(name="vllm", app_name="default")
@@ -149,12 +149,23 @@ async def test_while_no_state_answers_a_turn_goes_where_its_program_was_sent_bef
     for number in range(2, 5):
         began_s = now_s()
         assert await sent(made, turn(number, program="p")) == "b"
-        assert now_s() - began_s == pytest.approx(HOME_S)
+        assert now_s() - began_s == pytest.approx(SHORT_S)
     new = asyncio.create_task(sent(made, turn(9, program="new")))
     await asyncio.sleep(1.0)
-    assert not new.done(), "another program still waits for the state"
+    assert not new.done(), "a program that another proxy may have placed waits for the state"
     made._find_state = lambda: state(goes_to("c"))  # type: ignore[method-assign]
     assert [await new, await sent(made, turn(5, program="p"))] == ["c", "c"], "the next state decides again"
+
+
+async def test_while_no_state_answers_what_has_no_home_yet_goes_by_the_ring_at_once() -> None:
+    made, now_s = router(state(away), "a", "b", "c"), asyncio.get_running_loop().time
+    waits_s, there = [], []
+    for number, named in enumerate(({"program": "new", "is_first": True}, {"program": "new"}, {})):
+        began_s = now_s()
+        there.append(await sent(made, turn(number, **named)))
+        waits_s.append(now_s() - began_s)
+    assert waits_s == pytest.approx([SHORT_S] * 3) and there[0] == there[1]
+    assert made._patience_s == PATIENCE_S, "what may be at home somewhere waits as before"
 
 
 async def test_a_turn_goes_by_the_ring_if_its_programs_last_replica_died_with_the_state() -> None:

@@ -42,6 +42,7 @@ ENVIRONMENT = {  # of Ray's proxies and controller
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MOST_BYTES = 4 << 20  # of a body that is read here: a million tokens of text
 MOST_FIELD_BYTES = 1 << 16  # of a field that may name a program; a longer one names none
+MESSAGES, ANSWERED = b'"messages"', b'"assistant"'  # within a text, JSON writes \" for "
 CONTINUED = "previous_response_id"  # the answer's id: one replica stores the answer
 BODY = msgspec.defstruct(
     "Body",
@@ -74,6 +75,7 @@ class TurnName:
 
     program: str = ""  # identity.program_id, then the router's hash of it; "": it names none
     is_turn: bool = True  # False: /health, /v1/models, ...
+    is_first: bool = False  # it carries no answer yet, as a new program's; False also where this is not seen
     is_last: bool = False
     stays: bool = False  # it continues an answer that its program's replica alone stores
     rank: int | None = None  # not a turn: a request to the replica of this rank
@@ -116,7 +118,8 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
         return TurnName(job, is_last=is_last, stays=True)
     owner = owner_of(headers.get("authorization", ""))
     namespace = namespace_of(salt if isinstance(salt, str) else None, owner)
-    return TurnName(program_id(job, namespace), is_last=is_last, stays=stays)
+    is_first = MESSAGES in body and ANSWERED not in body
+    return TurnName(program_id(job, namespace), is_first=is_first, is_last=is_last, stays=stays)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:

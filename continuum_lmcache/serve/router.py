@@ -5,11 +5,12 @@ It replaces the program's name, which has a hash of the client's credentials in 
 hash. The state and the replicas see no other name. The key is in the application's config, which
 Serve's controller keeps: the same in all routers.
 
-It keeps where the state sent each program last, and uses that only while the state is away. Then a turn of
-such a program goes there after HOME_S. Others wait for the next state. If none comes they go by Ray's ring,
-which puts a program's turns on one replica whichever proxy they pass, and the state learns of that home from
-the replica's report. A replica that this router does not see, since it died or drains, gets no turn: the
-state is asked again without it.
+It keeps where it sent each program last, and uses that only while the state is away. Then a turn of such a
+program goes there after SHORT_S, and a new program, or a request of none, goes by Ray's ring as soon. Other
+programs may be at home where another proxy sent them, so they wait for the next state, and go by the ring if
+none comes. The ring puts a program's turns on one replica whichever proxy they pass, and the state learns of
+that home from the replica's report. A replica that this router does not see, since it died or drains, gets no
+turn: the state is asked again without it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
@@ -37,9 +38,8 @@ from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
 from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
-HOME_S = 0.5  # for the state's answer, where the turn's program was sent before
-PATIENCE_S = 30.0  # else, or for that of its successor, which Ray starts within seconds where a core is free
-SHORT_S = 0.2  # once a turn has waited so long in vain
+SHORT_S = 0.5  # for the state's answer, where this router sent the program before, or it is new
+PATIENCE_S = 30.0  # else, or for its successor's, which comes within seconds; SHORT_S once that was in vain
 POLL_S = 0.1  # between two looks for another state
 MOST_GONE = 8  # replicas that the state names for one turn, and that this router does not see
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
@@ -92,14 +92,18 @@ class ProgramRouter(ConsistentHashRouter):
         if is_retry:
             await self._backoff(FULL_BACKOFF)
         chosen = await self._ask_state(pending_request, turn) if turn.is_turn else None
-        return chosen or await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        chosen = chosen or await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if turn.program:
+            self._homes[turn.program] = chosen.replica_id.unique_id
+        return chosen
 
     async def _ask_state(self, pending_request: PendingRequest, turn: TurnName) -> RunningReplica | None:
-        """The state's choice; where it sent the program last, if it does not answer or knows no replica that
-        is here. None: it has not."""
+        """The state's choice; where this router sent the program last, if the state does not answer or knows
+        no replica that is here. None: it has not."""
         gone: list[str] = []
         home = self._by_name.get(self._homes.get(turn.program, ""))
-        patience_s = self._patience_s if home is None else HOME_S
+        waits = home is None and bool(turn.program) and not turn.is_first
+        patience_s = self._patience_s if waits else SHORT_S
         try:
             async with asyncio.timeout(patience_s):  # wait_for of Python 3.11 can lose a cancellation
                 while len(gone) < MOST_GONE:
@@ -111,14 +115,12 @@ class ProgramRouter(ConsistentHashRouter):
                         turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
                         turn = replace(turn, turns=turns, age_s=age_s, why=why)
                         pending_request.metadata.session_id = str(turn)
-                        if turn.program:
-                            self._homes[turn.program] = answer.replica
                         return chosen
                     gone.append(answer.replica)
         except TimeoutError:
             self._state = None
-            if home is None:
-                logger.warning("The fleet's state does not answer: this router places new programs by a hash")
+            if waits:
+                logger.warning("The fleet's state does not answer: this router places programs by a hash")
                 self._patience_s = SHORT_S
         return home
 
