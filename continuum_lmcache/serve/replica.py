@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -77,14 +77,7 @@ class Replica:
         os.environ.setdefault(HONOR, "true")  # with_progress has the fleet's figures, for all tenants
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
-        key = bytes.fromhex(self._settings.key)
-
-        def watch() -> TurnPrompt:
-            """The prompt of the request whose task this is."""
-            turn = TurnName.parse(_get_serve_request_context().session_id)
-            return TurnPrompt(self._programs, self._hurry, key, turn)
-
-        self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
+        self._engine, app = await watched_server.started(self._settings.vllm_args, self._watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
         return ReplicaHeader(app, self._name)
@@ -121,6 +114,19 @@ class Replica:
     def rank(self) -> int:
         return int(serve.get_replica_context().rank.rank)
 
+    def _watch(self, sampling_params: Any, request_id: str) -> Callable[[bool], None]:
+        """A prompt of the turn whose task this is (watched_server.Watch): the engine hears what its program
+        did elsewhere. The next turn may call the program by the id of an answer that is stored here."""
+        turn = TurnName.parse(_get_serve_request_context().session_id)
+        names = [ProgramId(turn.program)] if turn.program else []
+        if response := RESPONSE.fullmatch(request_id):
+            names.append(hidden(response[1], bytes.fromhex(self._settings.key)))
+            self._hurry.set()
+        self._programs.on_start(time.monotonic(), names, turn.turns, turn.age_s)
+        gauges.turns.labels(turn.why).inc()
+        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
+        return lambda is_finished: self._programs.on_stop(names, is_finished, turn.is_last)
+
     async def _call(self, method: str, *args: object) -> Any:
         """Call the state. Its handle is looked up each time: it may be another actor now."""
         state = serve.get_deployment_actor(STATE)
@@ -132,11 +138,9 @@ class Replica:
         state = ""  # which has heard of all programs here
         while True:
             self._hurry.clear()
-            self._engine.report_prefills()
-            now_s = time.monotonic()
-            programs = self._programs.report(now_s, is_complete=not state)
+            programs = self._programs.report(time.monotonic(), is_complete=not state)
             try:
-                state = await self._call("take_report", self._figures(now_s), programs, state)
+                state = await self._call("take_report", self._figures(), programs, state)
             except NO_STATE as error:
                 if state:  # logged once, not each half second
                     logger.warning("The fleet's state does not answer (%s); the next one gets all", error)
@@ -148,37 +152,10 @@ class Replica:
                 await asyncio.wait_for(self._hurry.wait(), REPORT_S)
                 await asyncio.sleep(GATHER_S)
 
-    def _figures(self, now_s: float) -> ReplicaReport:
-        """How busy it is. Only a stock engine has a wait: ours admits programs itself (fleet.py)."""
-        wait_s = None if self._engine.is_ours else self._programs.wait_s(now_s)
+    def _figures(self) -> ReplicaReport:
+        """How busy it is."""
         about = {"rank": self.rank, "pid": os.getpid()}
-        return ReplicaReport(ReplicaId(self._name), gauges.requests(), wait_s, about)
-
-
-class TurnPrompt:
-    """A prompt of a turn that the router sent here (watched_server.Prompt)."""
-
-    def __init__(self, programs: ReplicaPrograms, hurry: asyncio.Event, key: bytes, turn: TurnName) -> None:
-        """`hurry`: is set when the state should hear of this prompt soon; `key`: of the programs' names."""
-        self._programs, self._hurry, self._key, self._turn = programs, hurry, key, turn
-        self._names = [ProgramId(turn.program)] if turn.program else []
-
-    def on_start(self, sampling_params: Any, request_id: str) -> None:
-        """Pass on to the engine what the program did elsewhere. The next turn may call the program by the id
-        of an answer that is stored here."""
-        turn, response = self._turn, RESPONSE.fullmatch(request_id)
-        if response:
-            self._names.append(hidden(response[1], self._key))
-            self._hurry.set()
-        self._programs.on_start(time.monotonic(), self, self._names, turn.turns, turn.age_s)
-        gauges.turns.labels(turn.why).inc()
-        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
-
-    def on_first_token(self) -> None:
-        self._programs.on_first_token(self)
-
-    def on_stop(self, is_finished: bool) -> None:
-        self._programs.on_stop(self, self._names, is_finished, self._turn.is_last)
+        return ReplicaReport(ReplicaId(self._name), gauges.requests(), self._engine.wait_s, about)
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
