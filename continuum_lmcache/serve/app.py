@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 import ray
@@ -18,6 +17,7 @@ from ray import serve
 from ray._private import ray_constants
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 
+from continuum_lmcache.programs.identity import key_digest
 from continuum_lmcache.serve import lmcache_server
 from continuum_lmcache.serve.names import ENVIRONMENT
 from continuum_lmcache.serve.replica import STATE, Replica
@@ -52,7 +52,6 @@ def prepare() -> None:
 
 def deployment(settings: ServeSettings, replica: type[Replica] = Replica) -> serve.Deployment:
     """The replicas, their router and their state."""
-    keys = [sha256(key.encode()).hexdigest() for key in settings.api_keys]
     return serve.deployment(
         replica,
         name="vllm",
@@ -62,7 +61,10 @@ def deployment(settings: ServeSettings, replica: type[Replica] = Replica) -> ser
         max_queued_requests=ONGOING,
         request_router_config=RequestRouterConfig(
             request_router_class="continuum_lmcache.serve.router:ProgramRouter",
-            request_router_kwargs={"key": settings.key, "api_keys": keys},
+            request_router_kwargs={
+                "key": settings.key,
+                "api_keys": [key_digest(key).hex() for key in settings.api_keys],
+            },
         ),
         deployment_actors=[
             DeploymentActorConfig(

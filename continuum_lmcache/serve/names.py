@@ -15,21 +15,27 @@ calls once; RAY_SERVE_SESSION_ID_HEADER_KEY names the header. app.py sets both.
 
 from __future__ import annotations
 
-import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.fleet.homes import digest
-from continuum_lmcache.programs.identity import flag, name, namespace_of, program_id
+from continuum_lmcache.programs.identity import (
+    accepted_key,
+    flag,
+    key_digest,
+    keyed_hash,
+    name,
+    namespace_of,
+    program_id,
+)
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
 from continuum_lmcache.types import ProgramId
 
@@ -48,24 +54,12 @@ BODY = msgspec.defstruct(
     [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*BODY_FIELDS, "vllm_xargs", "cache_salt")],
 )
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # msgspec refuses half a pair, as cut text may have it
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class ApiKeys:
-    """The replicas' API keys, in this process: as SHA-256, set by the router. None: they require none."""
+    """The replicas' API keys, in this process: their digests, set by the router. None: they require none."""
 
-    hashes: frozenset[bytes] = frozenset()
-
-    @classmethod
-    def accept(cls, authorization: str) -> bool:
-        """Whether a replica would let a request with this header in. It checks again."""
-        scheme, _, key = authorization.partition(" ")
-        sent = sha256(key.encode("utf-8", "surrogatepass")).digest()
-        matches = [hmac.compare_digest(sent, known) for known in cls.hashes]
-        return not matches or (scheme.lower() == "bearer" and any(matches))
+    digests: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,8 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     stays = continued is not None
     if job == continued:  # the replica that stores this answer has reported its id, which nobody can guess
         return TurnName(job, is_last=is_last, stays=True)
-    owner = owner_of(headers.get("authorization", ""))
+    sent = headers.get("authorization")  # credentials; vLLM checks them
+    owner = key_digest(sent).hex()[:32] if sent else ""
     namespace = namespace_of(salt if isinstance(salt, str) else None, owner)
     return TurnName(program_id(job, namespace), is_last=is_last, stays=stays)
 
@@ -136,32 +131,28 @@ def fields_of(body: bytes) -> dict[str, Any]:
 
 def hidden(program: str, key: bytes) -> ProgramId:
     """The router's keyed hash of a program's name, which state and replicas see in its place."""
-    return ProgramId(digest(ProgramId(program), key).hex())
-
-
-def owner_of(authorization: str) -> str:
-    """A hash of the credentials, 32 characters; "": none were sent. vLLM checks the permissions.
-
-    It has no key, since proxies share none. The request carries it beside the credentials themselves. The
-    state and the replicas keep the router's keyed hash (router.py).
-    """
-    return sha256(authorization.encode("utf-8", "surrogatepass")).hexdigest()[:32] if authorization else ""
+    return ProgramId(keyed_hash(ProgramId(program), key).hex())
 
 
 class NameTurns:
     """ASGI middleware of Ray's proxy."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = [(key, value) for key, value in scope["headers"] if normalized(key) != HEADER.encode()]
+        headers = [  # Ray takes _ in a name for -, as proxies on the way may write it
+            (key, value)
+            for key, value in scope["headers"]
+            if key.lower().replace(b"_", b"-") != HEADER.encode()
+        ]
         texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
         turn = NO_TURN
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
-            if ApiKeys.accept(texts.get("authorization", "")):
+            keys = ApiKeys.digests
+            if not keys or accepted_key(texts.get("authorization", ""), keys) is not None:
                 body, receive = await read_body(receive)
                 turn = turn_name(body or b"{}", texts)
         elif (rank := requested_rank(scope)) is not None:
@@ -170,12 +161,7 @@ class NameTurns:
         return await self._app({**scope, "headers": headers}, receive, send)
 
 
-def normalized(key: bytes) -> bytes:
-    """A header's name as Ray compares it: proxies on the way may write _ for -."""
-    return key.lower().replace(b"_", b"-")
-
-
-def requested_rank(scope: Any) -> int | None:
+def requested_rank(scope: Scope) -> int | None:
     """The replica that a GET with `?replica=N` is for; None: any."""
     if scope["method"] != "GET":
         return None

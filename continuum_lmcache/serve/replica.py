@@ -24,7 +24,7 @@ from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
-from continuum_lmcache.serve import gauges, scaling
+from continuum_lmcache.serve import scaling
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
@@ -97,7 +97,7 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Ray's autoscaling gets of each replica."""
-        return gauges.values((scaling.LIVE, scaling.IN_TIME))
+        return scaling.gauges(scaling.LIVE, scaling.IN_TIME)
 
     async def check_health(self) -> None:
         """Ray calls this every few seconds; an exception makes it replace the replica."""
@@ -123,7 +123,7 @@ class Replica:
             names.append(hidden(response[1], bytes.fromhex(self._settings.key)))
             self._hurry.set()
         self._programs.on_start(time.monotonic(), names, turn.turns, turn.age_s)
-        gauges.turns.labels(turn.why).inc()
+        scaling.turns.labels(turn.why).inc()
         sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
         return lambda is_finished: self._programs.on_stop(names, is_finished, turn.is_last)
 
@@ -154,8 +154,9 @@ class Replica:
 
     def _figures(self) -> ReplicaReport:
         """How busy it is."""
+        requests = sum(scaling.gauges("vllm:num_requests_waiting", "vllm:num_requests_running").values())
         about = {"rank": self.rank, "pid": os.getpid()}
-        return ReplicaReport(ReplicaId(self._name), gauges.requests(), self._engine.wait_s, about)
+        return ReplicaReport(ReplicaId(self._name), int(requests), self._engine.wait_s, about)
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:

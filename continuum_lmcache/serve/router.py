@@ -49,10 +49,9 @@ class ProgramRouter(ConsistentHashRouter):
     """One in each proxy, and in each handle of the deployment."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.hashes, as
-        hexadecimal."""
+        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.digests."""
         self._key = bytes.fromhex(kwargs.pop("key"))
-        ApiKeys.hashes = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
+        ApiKeys.digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._state: Any = None
         self._patience_s = PATIENCE_S

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.fleet.homes import digest
-from continuum_lmcache.programs.identity import namespace_of, program_id
+from continuum_lmcache.programs.identity import keyed_hash, namespace_of, program_id
 from continuum_lmcache.types import MOST_PROGRAMS
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
@@ -70,7 +69,7 @@ def install(schedulers: str) -> None:
             return stock(self, request)
         program = program_id(fields.job_id, namespace_of(request.cache_salt, fields.owner))
         table: BoundedDict[bytes, list[Home]] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
-        name = digest(program, api_keys.secret())  # the table has no name that a client chose
+        name = keyed_hash(program, api_keys.secret())  # the table has no name that a client chose
         homes, ranks = table.pop(name, []), len(self.core_engines)
         live = [home for home in homes if home.request_id in self.reqs_in_flight]
         home = next((home for home in homes if home not in live and home.is_of(request)), None)
