@@ -2,14 +2,12 @@
 state is away.
 
 It replaces the program's name, which has a hash of the client's credentials in it (names.py), by a keyed
-hash. The state and the replicas see no other name. The key is in the application's config, which
-Serve's controller keeps: the same in all routers.
+hash: the state and the replicas see no other.
 
-It keeps where the state sent each program last, and uses that only while the state is away. Then a turn of
-such a program goes there after HOME_S. Others wait for the next state. If none comes they go by Ray's ring,
-which puts a program's turns on one replica whichever proxy they pass, and the state learns of that home from
-the replica's report. A replica that this router does not see, since it died or drains, gets no turn: the
-state is asked again without it.
+While the state is away, a turn goes where its program was sent last, after HOME_S. Others wait for the next
+state. If none comes they go by Ray's ring, which puts a program's turns on one replica whichever proxy they
+pass, and the state learns of that home from the replica's report. A replica that this router does not see,
+since it died or drains, gets no turn: the state is asked again without it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
@@ -46,8 +44,6 @@ FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused
 
 
 class ProgramRouter(ConsistentHashRouter):
-    """One in each proxy, and in each handle of the deployment."""
-
     def initialize_state(self, **kwargs: Any) -> None:
         """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.digests."""
         self._key = bytes.fromhex(kwargs.pop("key"))
@@ -60,7 +56,6 @@ class ProgramRouter(ConsistentHashRouter):
         self._by_name: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray's controller reports the replicas."""
         super().update_replicas(replicas)
         self._by_name = {r.replica_id.unique_id: r for r in replicas}
 
@@ -101,11 +96,7 @@ class ProgramRouter(ConsistentHashRouter):
         patience_s = self._patience_s if home is None else HOME_S
         try:
             async with asyncio.timeout(patience_s):  # wait_for of Python 3.11 can lose a cancellation
-                while len(gone) < MOST_GONE:
-                    answer = await self._answer(turn, gone)
-                    self._patience_s = PATIENCE_S
-                    if answer is None:
-                        break
+                while len(gone) < MOST_GONE and (answer := await self._answer(turn, gone)) is not None:
                     if (chosen := self._by_name.get(answer.replica)) is not None:
                         turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
                         turn = replace(turn, turns=turns, age_s=age_s, why=why)
@@ -132,15 +123,17 @@ class ProgramRouter(ConsistentHashRouter):
             if (state := self._state) is not None:
                 try:
                     asked = turn.program, not turn.stays, len(self._by_name), gone
-                    return await state.place_turn.remote(*asked)  # type: ignore[no-any-return]
+                    answer: Route | None = await state.place_turn.remote(*asked)
+                    self._patience_s = PATIENCE_S
+                    return answer
                 except RayError:
                     self._state = None if self._state is state else self._state
             await asyncio.sleep(POLL_S)
 
     def _find_state(self) -> Any:
         """The actor by its name; None: it does not exist at the moment."""
-        ours = f"{self._deployment_id.app_name}::{self._deployment_id.name}::"
-        start = SERVE_DEPLOYMENT_ACTOR_PREFIX + ours
+        ours = self._deployment_id
+        start = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{ours.app_name}::{ours.name}::"
         for named in ray.util.list_named_actors(all_namespaces=True):
             if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
                 return ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)

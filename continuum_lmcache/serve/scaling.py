@@ -1,4 +1,4 @@
-"""A replica's figures, and Ray Serve's autoscaling by the programs that replicas serve in time (docs/fleet.md).
+"""A replica's figures, and Ray Serve's autoscaling by the programs served in time (docs/fleet.md).
 
 Seam, read and run on Ray 2.60.0: a policy function gets an AutoscalingContext; its `aggregated_metrics` has
 what `record_autoscaling_stats` of each replica returned, at the mean of the last `look_back_period_s`.
