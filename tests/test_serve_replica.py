@@ -25,8 +25,8 @@ from ray.serve.schema import DeploymentSchema
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaReport
-from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
-from continuum_lmcache.serve.names import TurnName, hidden
+from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, hidden, parse
+from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica, with_progress
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings

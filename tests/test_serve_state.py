@@ -11,7 +11,8 @@ from virtual_loop import VirtualLoop
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import COOLDOWN_S, KnownProgram, ReplicaId, ReplicaReport, Route
-from continuum_lmcache.serve.names import hidden, turn_name
+from continuum_lmcache.programs.identity import hidden
+from continuum_lmcache.serve.names import turn_name
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import START_WAIT_S, FleetState

@@ -81,12 +81,13 @@ def program_id(job_id: str, namespace: str | None) -> ProgramId:
     return ProgramId(f"{job_id}@{sha256(text).hexdigest()[:12]}")
 
 
-def keyed_hash(program: ProgramId, key: bytes) -> bytes:
-    """16 bytes, by a key of 1 to 64: a name for tables that no client's own words may reach.
+def hidden(program: str, key: bytes) -> ProgramId:
+    """Its name in tables that no client's own words may reach: 32 hexadecimal digits. `key`: 1 to 64 bytes.
 
     Processes with the same key agree. A client that does not know it cannot choose names of one remainder.
     """
-    return blake2b(program.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
+    digest = blake2b(program.encode("utf-8", "surrogatepass"), digest_size=16, key=key)
+    return ProgramId(digest.hexdigest())
 
 
 def key_digest(key: str) -> bytes:

@@ -27,17 +27,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.identity import (
-    accepted_key,
-    flag,
-    key_digest,
-    keyed_hash,
-    name,
-    namespace_of,
-    program_id,
-)
+from continuum_lmcache.programs import identity
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
-from continuum_lmcache.types import ProgramId
 
 HEADER = "x-continuum-turn"
 ENVIRONMENT = {  # of Ray's proxies and controller
@@ -98,10 +89,10 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
         fields = fields_of(body)
         xargs = fields.get("vllm_xargs")
         values = program_values(SentFields(fields, xargs if isinstance(xargs, dict) else {}, headers))
-        job = name("job_id", values.get("job_id"))
-        is_last = flag("is_last_step", values.get("is_last_step"))
+        job = identity.name("job_id", values.get("job_id"))
+        is_last = identity.flag("is_last_step", values.get("is_last_step"))
     except (msgspec.DecodeError, ValueError, RecursionError, RequestError):
-        return TurnName()
+        job = None
     if job is None:
         return TurnName()
     continued, salt = fields.get(CONTINUED), fields.get("cache_salt")
@@ -109,9 +100,9 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     if job == continued:  # the replica that stores this answer has reported its id, which nobody can guess
         return TurnName(job, is_last=is_last, stays=True)
     sent = headers.get("authorization")  # credentials; vLLM checks them
-    owner = key_digest(sent).hex()[:32] if sent else ""
-    namespace = namespace_of(salt if isinstance(salt, str) else None, owner)
-    return TurnName(program_id(job, namespace), is_last=is_last, stays=stays)
+    owner = identity.key_digest(sent).hex()[:32] if sent else ""
+    namespace = identity.namespace_of(salt if isinstance(salt, str) else None, owner)
+    return TurnName(identity.program_id(job, namespace), is_last=is_last, stays=stays)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
@@ -127,11 +118,6 @@ def fields_of(body: bytes) -> dict[str, Any]:
         for field, text in raw.items()
         if text != b"null" and len(text) <= MOST_FIELD_BYTES
     }
-
-
-def hidden(program: str, key: bytes) -> ProgramId:
-    """The router's keyed hash of a program's name, which state and replicas see in its place."""
-    return ProgramId(keyed_hash(ProgramId(program), key).hex())
 
 
 class NameTurns:
@@ -152,7 +138,7 @@ class NameTurns:
         turn = NO_TURN
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
             keys = ApiKeys.digests
-            if not keys or accepted_key(texts.get("authorization", ""), keys) is not None:
+            if not keys or identity.accepted_key(texts.get("authorization", ""), keys) is not None:
                 body, receive = await read_body(receive)
                 turn = turn_name(body or b"{}", texts)
         elif (rank := requested_rank(scope)) is not None:
@@ -173,20 +159,16 @@ async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
     """The whole body, and a receive that returns it again; None: too long, or its client left."""
     parts: list[Message] = []
     size = 0
-    while True:
-        message = await receive()
-        parts.append(message)
-        size += len(message.get("body", b""))
-        if message["type"] != "http.request" or size > MOST_BYTES or not message.get("more_body", False):
-            break
-    kept = iter(parts)
+    while not parts or (parts[-1].get("more_body", False) and size <= MOST_BYTES):
+        parts.append(await receive())
+        size += len(parts[-1].get("body", b""))
+    is_whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
+    body = b"".join(part.get("body", b"") for part in parts) if is_whole else None
 
     async def receive_again() -> Message:
-        replayed = next(kept, None)
-        return replayed if replayed is not None else await receive()
+        return parts.pop(0) if parts else await receive()
 
-    whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
-    return b"".join(part.get("body", b"") for part in parts) if whole else None, receive_again
+    return body, receive_again
 
 
 def middlewares() -> list[Middleware]:

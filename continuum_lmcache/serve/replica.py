@@ -23,10 +23,10 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
-from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
+from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, hidden
 from continuum_lmcache.serve import scaling
 from continuum_lmcache.serve.listening import listen_on_node_address_only
-from continuum_lmcache.serve.names import TurnName, hidden
+from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.types import ProgramId

@@ -31,7 +31,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import Route
-from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
+from continuum_lmcache.programs.identity import hidden
+from continuum_lmcache.serve.names import ApiKeys, TurnName
 from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
