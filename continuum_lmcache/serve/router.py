@@ -9,10 +9,9 @@ state. If none comes they go by Ray's ring, which puts a program's turns on one 
 pass, and the state learns of that home from the replica's report. A replica that this router does not see,
 since it died or drains, gets no turn: the state is asked again without it.
 
-Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
-.update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
-one element each, and ._routing_key; PendingRequest.metadata.session_id, .internal_request_id; the name of a
-deployment actor.
+Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request, .curr_replicas,
+._backoff; ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
+PendingRequest.metadata.session_id, .internal_request_id; the name of a deployment actor.
 """
 
 from __future__ import annotations
@@ -54,16 +53,11 @@ class ProgramRouter(ConsistentHashRouter):
         self._patience_s = PATIENCE_S
         self._look_at_s = 0.0
         self._homes: BoundedDict[str, str] = BoundedDict(MOST_PROGRAMS)
-        self._by_name: dict[str, RunningReplica] = {}
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        self._by_name = {r.replica_id.unique_id: r for r in replicas}
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A request found it dead, before the controller did."""
-        super().on_replica_actor_died(replica_id)
-        self._by_name.pop(replica_id.unique_id, None)
+    def _replica(self, name: str) -> RunningReplica | None:
+        """The replica of that name, if this router sees it."""
+        found: RunningReplica | None = self.curr_replicas.get(ReplicaID(name, self._deployment_id))
+        return found
 
     def _routing_key(self, pending_request: PendingRequest | None) -> str | None:
         """The text that the ring hashes: the program's name."""
@@ -81,7 +75,7 @@ class ProgramRouter(ConsistentHashRouter):
             turn = replace(turn, program=hidden(turn.program, self._key))
             pending_request.metadata.session_id = str(turn)
         if turn.rank is not None:  # if none has this rank, any: its answer names it
-            for replica in self._by_name.values():
+            for replica in self.curr_replicas.values():
                 if replica.replica_metadata.get("rank") == turn.rank:
                     return replica
         if is_retry:
@@ -93,12 +87,12 @@ class ProgramRouter(ConsistentHashRouter):
         """The state's choice; where it sent the program last, if it does not answer or knows no replica that
         is here. None: it has not."""
         gone: list[str] = []
-        home = self._by_name.get(self._homes.get(turn.program, ""))
+        home = self._replica(self._homes.get(turn.program, ""))
         patience_s = self._patience_s if home is None else HOME_S
         try:
             async with asyncio.timeout(patience_s):  # wait_for of Python 3.11 can lose a cancellation
                 while len(gone) < MOST_GONE and (answer := await self._answer(turn, gone)) is not None:
-                    if (chosen := self._by_name.get(answer.replica)) is not None:
+                    if (chosen := self._replica(answer.replica)) is not None:
                         turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
                         turn = replace(turn, turns=turns, age_s=age_s, why=why)
                         pending_request.metadata.session_id = str(turn)
@@ -123,7 +117,7 @@ class ProgramRouter(ConsistentHashRouter):
                     self._state = self._find_state()
             if (state := self._state) is not None:
                 try:
-                    asked = turn.program, not turn.stays, len(self._by_name), gone
+                    asked = turn.program, not turn.stays, len(self.curr_replicas), gone
                     answer: Route | None = await state.place_turn.remote(*asked)
                     self._patience_s = PATIENCE_S
                     return answer
