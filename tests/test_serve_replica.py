@@ -37,7 +37,7 @@ KEY = bytes(16)
 class ReportingReplica:
     """As much of a replica as its reports need; `heard`: when, which programs, and whether these are all."""
 
-    _figures, _watch = Replica._figures, Replica._watch
+    _watch = Replica._watch
 
     def __init__(self) -> None:
         self.heard: list[tuple[float, list[str], bool]] = []

@@ -129,11 +129,8 @@ class NameTurns:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = [  # Ray takes _ in a name for -, as proxies on the way may write it
-            (key, value)
-            for key, value in scope["headers"]
-            if key.lower().replace(b"_", b"-") != HEADER.encode()
-        ]
+        name = HEADER.encode()  # in which Ray takes _ for -, as proxies on the way may write it
+        headers = [pair for pair in scope["headers"] if pair[0].lower().replace(b"_", b"-") != name]
         texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
         turn = NO_TURN
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
@@ -143,7 +140,7 @@ class NameTurns:
                 turn = turn_name(body or b"{}", texts)
         elif (rank := requested_rank(scope)) is not None:
             turn = replace(NO_TURN, rank=rank)
-        headers.append((HEADER.encode(), str(turn).encode()))
+        headers.append((name, str(turn).encode()))
         return await self._app({**scope, "headers": headers}, receive, send)
 
 

@@ -33,7 +33,6 @@ from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
-HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
 REPORT_S = 0.5  # between two reports
@@ -59,8 +58,6 @@ class ReplicaHeader:
 
 @serve.ingress()
 class Replica:
-    """The deployment's class. Ray makes one in each replica's process."""
-
     def __init__(self, settings: ServeSettings, lmcache_servers: Any = None) -> None:
         """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
         listen_on_node_address_only()
@@ -74,7 +71,7 @@ class Replica:
         """Start the engine; return vLLM's app around it, with one more path."""
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # with_progress has the fleet's figures, for all tenants
+        os.environ.setdefault("CONTINUUM_HONOR_PROGRAM_AGE", "true")  # of all tenants: with_progress sets it
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
         self._engine, app = await watched_server.started(self._settings.vllm_args, self._watch)
@@ -96,7 +93,6 @@ class Replica:
         return {"rank": self.rank}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Ray's autoscaling gets of each replica."""
         return scaling.gauges(scaling.LIVE, scaling.IN_TIME)
 
     async def check_health(self) -> None:
@@ -139,8 +135,11 @@ class Replica:
         while True:
             self._hurry.clear()
             programs = self._programs.report(time.monotonic(), is_complete=not state)
+            requests = sum(scaling.gauges("vllm:num_requests_waiting", "vllm:num_requests_running").values())
+            about = {"rank": self.rank, "pid": os.getpid()}
+            report = ReplicaReport(ReplicaId(self._name), int(requests), self._engine.wait_s, about)
             try:
-                state = await self._call("take_report", self._figures(), programs, state)
+                state = await self._call("take_report", report, programs, state)
             except NO_STATE as error:
                 if state:  # logged once, not each half second
                     logger.warning("The fleet's state does not answer (%s); the next one gets all", error)
@@ -151,12 +150,6 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), REPORT_S)
                 await asyncio.sleep(GATHER_S)
-
-    def _figures(self) -> ReplicaReport:
-        """How busy it is."""
-        requests = sum(scaling.gauges("vllm:num_requests_waiting", "vllm:num_requests_running").values())
-        about = {"rank": self.rank, "pid": os.getpid()}
-        return ReplicaReport(ReplicaId(self._name), int(requests), self._engine.wait_s, about)
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:

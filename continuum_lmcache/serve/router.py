@@ -9,8 +9,8 @@ state. If none comes they go by Ray's ring, which puts a program's turns on one 
 pass, and the state learns of that home from the replica's report. A replica that this router does not see,
 since it died or drains, gets no turn: the state is asked again without it.
 
-Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request, .curr_replicas,
-._backoff; ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
+Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request, ._backoff and
+.curr_replicas; ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
 PendingRequest.metadata.session_id, .internal_request_id; the name of a deployment actor.
 """
 
