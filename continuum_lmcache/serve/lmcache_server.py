@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import httpx
-from ray import serve
 
 from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, options, shm_name
 from continuum_lmcache.errors import ServerError
@@ -25,8 +24,6 @@ START_S = 180.0
 
 
 class LMCacheServer:
-    """The deployment's class: the parent of one `lmcache server`."""
-
     def __init__(self, settings: ServeSettings) -> None:
         listen_on_node_address_only()
         ports = settings.lmcache_port, settings.lmcache_http_port
@@ -62,16 +59,3 @@ class LMCacheServer:
     def __del__(self) -> None:
         if self._process is not None:
             self._process.terminate()
-
-
-def deployment(settings: ServeSettings) -> serve.Deployment:
-    """One on each node that has replicas."""
-    return serve.deployment(
-        LMCacheServer,
-        name="lmcache",
-        num_replicas=settings.nodes,
-        max_replicas_per_node=1,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-    )
