@@ -16,7 +16,7 @@ from prometheus_client import Counter
 
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.serve.gauges import TURNS
+from continuum_lmcache.serve.scaling import TURNS
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS
 from experiments.tables import between, markdown
 

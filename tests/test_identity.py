@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.identity import FIELDS, MAX_CHARS, ProgramFields, parse
+from continuum_lmcache.programs.identity import FIELDS, MAX_CHARS, ProgramFields, hidden, parse
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),  # with surrogates
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
+SERVER_KEY = b"of this server"
 
 
 def test_a_program_is_named_by_text_or_number_and_null_is_nobody() -> None:
@@ -75,3 +78,19 @@ def test_whatever_json_brings_it_is_an_identity_or_a_request_error(fields: dict[
     else:
         assert identity.job_id is None or 1 <= len(identity.job_id) <= MAX_CHARS
         (identity.job_id or "").encode()  # as in every message to the engine
+
+
+def test_the_hash_spreads_programs_evenly_and_cannot_be_predicted_without_the_key() -> None:
+    names = [f"run-{i}" for i in range(4000)]
+    ours, others = ([int(hidden(name, key), 16) % 4 for name in names] for key in (SERVER_KEY, b"another"))
+    counts = Counter(ours)
+    assert set(counts) == {0, 1, 2, 3}
+    assert max(counts.values()) < 1.15 * min(counts.values())
+    agree = sum(a == b for a, b in zip(ours, others, strict=True)) / len(names)
+    assert 0.2 < agree < 0.3
+
+
+@given(st.text())
+def test_any_name_has_a_hash_and_always_the_same(name: str) -> None:
+    found = hidden(name, SERVER_KEY)
+    assert len(found) == 32 and found == hidden(name, SERVER_KEY)

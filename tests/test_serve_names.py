@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.programs.identity import program_id
+from continuum_lmcache.programs.identity import key_digest, program_id
 from continuum_lmcache.programs.session_fields import TABLE
 from continuum_lmcache.serve.names import (
     ENVIRONMENT,
@@ -129,7 +128,7 @@ def test_a_field_that_is_too_long_for_a_name_is_no_object() -> None:
 def test_without_the_replicas_api_key_a_request_is_no_turn_and_nothing_of_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ApiKeys, "hashes", frozenset({sha256(key).digest() for key in (b"one", b"two")}))
+    monkeypatch.setattr(ApiKeys, "digests", frozenset(map(key_digest, ("one", "two"))))
     sent = body(job_id="run")
     for wrong in (
         {},

@@ -11,7 +11,8 @@ from virtual_loop import VirtualLoop
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import COOLDOWN_S, KnownProgram, ReplicaId, ReplicaReport, Route
-from continuum_lmcache.serve.names import hidden, turn_name
+from continuum_lmcache.programs.identity import hidden
+from continuum_lmcache.serve.names import turn_name
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import START_WAIT_S, FleetState
@@ -34,7 +35,6 @@ class Host:
         self.state = FleetState(now_s=clock)
         self.replicas = list(replicas)
         self.programs = {name: ReplicaPrograms() for name in replicas}
-        self.turns = 0
 
     async def hears(self, *names: str, is_complete: bool = True, **figures: Any) -> None:
         for name in names or self.replicas:
@@ -52,12 +52,11 @@ class Host:
 
     async def runs(self, program: str, answer: str | None = None, **named: Any) -> Route:
         """A whole turn, which its replica reports."""
-        route, turn = await self.sends(program, **named), f"t{self.turns}"
-        self.turns += 1
+        route = await self.sends(program, **named)
         there, now_s = self.programs[route.replica], asyncio.get_running_loop().time()
         names = [ProgramId(program), *([hidden(answer, KEY)] if answer else [])]
-        there.on_start(now_s, turn, names, route.program_turns, route.program_age_s)
-        there.on_stop(turn, names, True, is_last=named.get("is_last", False))
+        there.on_start(now_s, names, route.program_turns, route.program_age_s)
+        there.on_stop(names, True, is_last=named.get("is_last", False))
         await self.hears(route.replica, is_complete=False)
         return route
 
@@ -126,60 +125,47 @@ P, Q, R = ProgramId("p"), ProgramId("q"), ProgramId("r")
 
 def test_a_turn_counts_once_however_many_prompts_it_brought() -> None:
     programs = ReplicaPrograms()
-    for prompt in (1, 2):
-        programs.on_start(0.0, prompt, [P], 3, 7.0)
-    programs.on_stop(1, [P], True, is_last=False)
+    for _ in range(2):
+        programs.on_start(0.0, [P], 3, 7.0)
+    programs.on_stop([P], True, is_last=False)
     assert programs.report(1.0) == [KnownProgram(P, 3, 8.0, 1.0, is_live=True)]
-    programs.on_stop(2, [P], True, is_last=False)
+    programs.on_stop([P], True, is_last=False)
     assert programs.report(2.0) == [KnownProgram(P, 4, 9.0, 2.0)]
     assert programs.report(3.0) == [] and len(programs.report(3.0, is_complete=True)) == 1
 
 
 def test_a_program_that_comes_back_has_the_turns_that_it_finished_elsewhere() -> None:
     programs = ReplicaPrograms()
-    for prompt, turns in enumerate((0, 6)):
-        programs.on_start(0.0, prompt, [P], turns, 0.0)
-        programs.on_stop(prompt, [P], True, is_last=False)
+    for turns in (0, 6):
+        programs.on_start(0.0, [P], turns, 0.0)
+        programs.on_stop([P], True, is_last=False)
     assert [known.turns for known in programs.report(1.0, is_complete=True)] == [7]
 
 
 def test_a_turn_that_came_to_nothing_is_none_so_its_program_stands_in_line_again() -> None:
     programs = ReplicaPrograms()
-    programs.on_start(0.0, 1, [P])
-    programs.on_stop(1, [P], False, is_last=False)
+    programs.on_start(0.0, [P])
+    programs.on_stop([P], False, is_last=False)
     assert [known.turns for known in programs.report(1.0)] == [0]
 
 
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
     programs = ReplicaPrograms(_programs=BoundedDict(2))
     for name in (P, Q, R):
-        programs.on_start(0.0, name, [name])
-        programs.on_stop(name, [name], True, is_last=name == R)
+        programs.on_start(0.0, [name])
+        programs.on_stop([name], True, is_last=name == R)
     assert {known.program: known.is_over for known in programs.report(1.0)} == {P: True, Q: False, R: True}
     assert [known.program for known in programs.report(1.0, is_complete=True)] == [Q]
 
 
 def test_a_stored_answer_outlives_its_programs_last_turn() -> None:
     programs, answer = ReplicaPrograms(), ProgramId("resp")
-    programs.on_start(0.0, 1, [P, answer])
-    programs.on_stop(1, [P, answer], True, is_last=True)
+    programs.on_start(0.0, [P, answer])
+    programs.on_stop([P, answer], True, is_last=True)
     assert {known.program: known.is_over for known in programs.report(1.0)} == {P: True, answer: False}
-    programs.on_start(2.0, 2, [answer, Q], 1)
-    programs.on_stop(2, [answer, Q], True, is_last=False)
+    programs.on_start(2.0, [answer, Q], 1)
+    programs.on_stop([answer, Q], True, is_last=False)
     assert {(known.program, known.turns) for known in programs.report(3.0)} == {(answer, 2), (Q, 2)}
-
-
-def test_a_later_turn_waits_as_long_as_the_prompt_that_has_waited_longest() -> None:
-    programs = ReplicaPrograms()
-    for prompt, at_s in enumerate((0.0, 5.0, 7.0)):
-        programs.on_start(at_s, prompt, [])
-    assert programs.wait_s(9.0) == 9.0
-    programs.on_first_token(0)
-    assert programs.wait_s(9.0) == 4.0
-    programs.on_stop(1, [], False, is_last=False)
-    assert programs.wait_s(9.0) == 2.0
-    programs.on_first_token(2)
-    assert programs.wait_s(9.0) == 0.0
 
 
 # settings ---------------------------------------------------------------------

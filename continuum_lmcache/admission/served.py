@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from continuum_lmcache.policy.interface import Room
 
@@ -31,3 +32,10 @@ def served_in_time(room: Room, pace: Pace, limit_s: float) -> float:
     )
     waiting = limit_s / P90_WAITS / pace.turn_s if pace.turn_s else 0.0
     return max(1.0, min(running + pace.away, placed) + pace.yielded + waiting)
+
+
+def engines_for(live: Mapping[Any, float], in_time: Mapping[Any, float]) -> float | None:
+    """How many engines like these would serve in time all programs that these have; None: none says how many
+    it serves. Both by engine; one that has had no program says nothing yet."""
+    shares = [live[engine] / most for engine, most in in_time.items() if engine in live]
+    return sum(shares) if shares else None

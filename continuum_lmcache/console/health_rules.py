@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from continuum_lmcache.admission.served import engines_for
 from continuum_lmcache.console.metrics_page import POLICY, MetricsPage
 from continuum_lmcache.telemetry.findings import Finding, counted, error, note, warning
 from continuum_lmcache.telemetry.samples import NO_PIN
@@ -54,10 +55,8 @@ def longest_wait_s(page: MetricsPage) -> float | None:
 
 def replicas_in_time(page: MetricsPage) -> float | None:
     """How many engines like these would serve the programs of all in time."""
-    live, in_time = (
-        page.by(name, "engine") for name in ("continuum_live_programs", "continuum_programs_in_time")
-    )
-    return sum(live.get(engine, 0.0) / most for engine, most in in_time.items()) if in_time else None
+    names = "continuum_live_programs", "continuum_programs_in_time"
+    return engines_for(*(page.by(name, "engine") for name in names))
 
 
 def first_token_s(page: MetricsPage) -> float | None:

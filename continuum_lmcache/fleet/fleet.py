@@ -1,25 +1,19 @@
 """A fleet of replicas: where each turn goes, and what moves. Owns that state.
 
-No clock, no I/O, no engine: every event has its time as an argument. A host (an actor of Ray Serve, the
-simulator) passes on what replicas report, and asks where each turn goes. Nothing waits here: each engine
-admits new programs for itself.
+Every event has its time as an argument. A host (an actor of Ray Serve, the simulator) passes on what replicas
+report, and asks where each turn goes. Nothing waits here: each engine admits new programs for itself.
 
-Where a turn goes:
-    of a new program, or of none      to the least busy of LOOKS replicas, the next ones in their circle
-    of a program with a home          home; to such a replica, where that pays
-    of a program that lost its home   to such a replica, its home from then on
-
-So what a turn costs does not grow with the replicas or the programs. A report brings what has changed.
+A turn goes to its program's home. Without one it goes to the least busy of LOOKS replicas, the next ones in
+their circle, which is the program's home from then on. So what a turn costs does not grow with the replicas
+or the programs.
 
 A move saves waiting at home and costs the context's KV, which the other replica must compute. It is
 considered as a turn arrives, between turns only, and only where replicas report a wait: engines that admit
 programs themselves do not, since there moves gain nothing (docs/fleet.md). Nothing moves by old reports, and
 no program moves twice within COOLDOWN_S, so thrash (several moves within it) is impossible.
 
-A program is `identity.program_id(job_id, tenant)`, or a hash of it: ids of two tenants never collide. What
-is known of a program comes from the replica that serves it (`on_report`), so a fleet that has lost its state
-has it again once each replica has reported all its programs. A Route's `program_turns` and `program_age_s`
-are for the engine, which holds no program back that has started.
+What is known of a program comes from the replica that serves it (`on_report`), so a fleet that has lost its
+state has it again once each replica has reported all its programs.
 """
 
 from __future__ import annotations
@@ -82,14 +76,12 @@ class Route:
 
     replica: ReplicaId
     why: RouteReason
-    program_turns: int = 0  # finished: for the engine
+    program_turns: int = 0  # finished: the engine holds no program back that has started
     program_age_s: float = 0.0
 
 
 @dataclass(slots=True)
 class FleetProgram:
-    """A program that the fleet knows."""
-
     home: ReplicaId  # which may be gone
     arrival_s: float
     seen_s: float  # its latest turn began
@@ -110,25 +102,19 @@ class ReplicaState:
     def requests(self) -> int:
         return self.report.requests + self.sent
 
-    def wait_s(self, now_s: float) -> float | None:
-        """None: nothing moves from or to it."""
-        return self.report.wait_s if self.is_fresh(now_s) else None
-
     def is_fresh(self, now_s: float) -> bool:
         """Whether the report is new enough for new programs and moves."""
         return now_s - self.heard_s <= REPORT_AGE_S
 
 
 class Fleet:
-    """Replicas and programs."""
-
     def __init__(self) -> None:
         self.replicas: OrderedDict[ReplicaId, ReplicaState] = OrderedDict()  # silent longest first
         self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
         self.homes: Counter[ReplicaId] = Counter()  # programs by home
         self.routes: Counter[RouteReason] = Counter()
         self._circle: list[ReplicaId] = []  # the replicas
-        self._next = 0  # place there of the next one to look at
+        self._looked = -1  # place there of the one that was looked at last
 
     def on_report(self, now_s: float, report: ReplicaReport, programs: Iterable[KnownProgram] = ()) -> None:
         """A replica's report, with its programs that have changed; the first one adds the replica."""
@@ -164,8 +150,7 @@ class Fleet:
         if program is None:
             route = Route(replica, RouteReason.ALONE)
         else:
-            entry = entry or self._add(now_s, program, replica)
-            self._settle(entry, replica)
+            entry = self._at_home(now_s, program, replica)
             entry.seen_s, entry.is_live = now_s, True
             self.programs.move_to_end(program)
             route = Route(replica, why, entry.turns, now_s - entry.arrival_s)
@@ -188,54 +173,53 @@ class Fleet:
         fresh report; of all if none has one; None: there is none. None of `gone`."""
         found: list[ReplicaId] = []
         for _ in self._circle:
-            name = self._circle[self._next % len(self._circle)]
-            self._next = (self._next + 1) % len(self._circle)
+            self._looked = (self._looked + 1) % len(self._circle)
+            name = self._circle[self._looked]
             if name not in gone and self.replicas[name].is_fresh(now_s):
                 found.append(name)
-                if len(found) == LOOKS:
-                    break
+            if len(found) == LOOKS:
+                break
         found = found or [name for name in self._circle if name not in gone]
         return min(found, key=lambda name: (self.replicas[name].requests, self.homes[name]), default=None)
 
     def _better(self, now_s: float, entry: FleetProgram, gone: Collection[str]) -> ReplicaId | None:
         """A replica that saves a wait of MOVE_S. The program stays while another turn of it is in flight."""
-        here_s = self.replicas[entry.home].wait_s(now_s)
+        home = self.replicas[entry.home]
+        here_s = home.report.wait_s if home.is_fresh(now_s) else None
         if entry.is_live or here_s is None or here_s <= MOVE_S or now_s - entry.moved_s < COOLDOWN_S:
             return None
-        name = self._least_busy(now_s, gone)
-        there_s = self.replicas[name].wait_s(now_s) if name is not None else None
+        name = self._least_busy(now_s, gone)  # fresh as home, which is none of `gone`
+        there_s = self.replicas[name].report.wait_s if name is not None else None
         return name if there_s is not None and here_s - there_s > MOVE_S else None
 
     def _learn(self, now_s: float, replica: ReplicaId, known: KnownProgram) -> None:
         """A replica's word on a program. If two replicas know it, its home is where its latest turn began."""
-        entry, began_s = self.programs.get(known.program), now_s - known.idle_s
+        before, began_s = self.programs.get(known.program), now_s - known.idle_s
         if known.is_over:
-            if entry is not None and entry.home == replica:
+            if before is not None and before.home == replica:
                 self._forget(known.program)
             return
-        if entry is None:
-            entry = self._add(now_s, known.program, replica)
-            entry.seen_s, entry.moved_s = began_s, now_s  # it may have moved just before
-        elif entry.home != replica and began_s <= entry.seen_s:
+        if before is not None and before.home != replica and began_s <= before.seen_s:
             return
-        self._settle(entry, replica)
+        entry = self._at_home(now_s, known.program, replica)
+        if before is None:
+            entry.seen_s, entry.moved_s = began_s, now_s  # it may have moved just before
         entry.arrival_s, entry.turns = min(entry.arrival_s, now_s - known.age_s), known.turns
         entry.is_live = known.is_live or began_s < entry.seen_s  # or a turn is on its way there
         entry.seen_s = max(entry.seen_s, began_s)
 
-    def _add(self, now_s: float, program: ProgramId, home: ReplicaId) -> FleetProgram:
-        if len(self.programs) >= max(MOST_PROGRAMS, PROGRAMS_A_REPLICA * len(self.replicas)):
-            self._forget(next(iter(self.programs)))
-        entry = self.programs[program] = FleetProgram(home, now_s, now_s)
-        self.homes[home] += 1
-        return entry
-
-    def _settle(self, entry: FleetProgram, home: ReplicaId) -> None:
-        """The program's home is there from now on."""
-        if entry.home != home:
+    def _at_home(self, now_s: float, program: ProgramId, home: ReplicaId) -> FleetProgram:
+        """The program, a new one if it is not known. Its home is there from now on."""
+        entry = self.programs.get(program)
+        if entry is None:
+            if len(self.programs) >= max(MOST_PROGRAMS, PROGRAMS_A_REPLICA * len(self.replicas)):
+                self._forget(next(iter(self.programs)))
+            entry = self.programs[program] = FleetProgram(home, now_s, now_s)
+        else:
             self.homes[entry.home] -= 1
-            self.homes[home] += 1
-            entry.home = home
+        self.homes[home] += 1
+        entry.home = home
+        return entry
 
     def _forget(self, program: ProgramId) -> None:
         self.homes[self.programs.pop(program).home] -= 1

@@ -1,11 +1,12 @@
-"""The fields of a request that name its program, checked."""
+"""The fields of a request that name its program, checked, and its API key."""
 
 from __future__ import annotations
 
+import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b, sha256
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.tools.shell_key import levels
@@ -78,6 +79,27 @@ def program_id(job_id: str, namespace: str | None) -> ProgramId:
         return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)
     text = namespace.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates
     return ProgramId(f"{job_id}@{sha256(text).hexdigest()[:12]}")
+
+
+def hidden(program: str, key: bytes) -> ProgramId:
+    """Its name in tables that no client's own words may reach: 32 hexadecimal digits. `key`: 1 to 64 bytes.
+
+    Processes with the same key agree. A client that does not know it cannot choose names of one remainder.
+    """
+    digest = blake2b(program.encode("utf-8", "surrogatepass"), digest_size=16, key=key)
+    return ProgramId(digest.hexdigest())
+
+
+def key_digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def accepted_key(authorization: str, digests: Iterable[bytes]) -> bytes | None:
+    """The digest of a header's bearer token, if it is one of these; None: vLLM refuses such a request."""
+    scheme, _, token = authorization.partition(" ")
+    sent = key_digest(token)
+    matches = [hmac.compare_digest(sent, digest) for digest in digests]
+    return sent if scheme.lower() == "bearer" and any(matches) else None
 
 
 def name(field: str, value: object) -> str | None:

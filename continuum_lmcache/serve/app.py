@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 import ray
@@ -18,7 +17,8 @@ from ray import serve
 from ray._private import ray_constants
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 
-from continuum_lmcache.serve import lmcache_server
+from continuum_lmcache.programs.identity import key_digest
+from continuum_lmcache.serve.lmcache_server import LMCacheServer
 from continuum_lmcache.serve.names import ENVIRONMENT
 from continuum_lmcache.serve.replica import STATE, Replica
 from continuum_lmcache.serve.settings import ServeSettings
@@ -35,8 +35,18 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = replace(settings, key=settings.key or secrets.token_hex(32))
     if not ray.is_initialized():
         prepare()
-    lmcache = [lmcache_server.deployment(settings).bind(settings)] if settings.lmcache_gb else []
-    return deployment(settings).bind(settings, *lmcache)
+    if not settings.lmcache_gb:
+        return deployment(settings).bind(settings)
+    lmcache = serve.deployment(
+        LMCacheServer,
+        name="lmcache",
+        num_replicas=settings.nodes,
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+    )
+    return deployment(settings).bind(settings, lmcache.bind(settings))
 
 
 def prepare() -> None:
@@ -52,7 +62,6 @@ def prepare() -> None:
 
 def deployment(settings: ServeSettings, replica: type[Replica] = Replica) -> serve.Deployment:
     """The replicas, their router and their state."""
-    keys = [sha256(key.encode()).hexdigest() for key in settings.api_keys]
     return serve.deployment(
         replica,
         name="vllm",
@@ -62,7 +71,10 @@ def deployment(settings: ServeSettings, replica: type[Replica] = Replica) -> ser
         max_queued_requests=ONGOING,
         request_router_config=RequestRouterConfig(
             request_router_class="continuum_lmcache.serve.router:ProgramRouter",
-            request_router_kwargs={"key": settings.key, "api_keys": keys},
+            request_router_kwargs={
+                "key": settings.key,
+                "api_keys": [key_digest(key).hex() for key in settings.api_keys],
+            },
         ),
         deployment_actors=[
             DeploymentActorConfig(

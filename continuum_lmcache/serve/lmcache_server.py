@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import httpx
-from ray import serve
 
 from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, options, shm_name
 from continuum_lmcache.errors import ServerError
@@ -24,18 +23,12 @@ from continuum_lmcache.serve.settings import ServeSettings
 START_S = 180.0
 
 
-def command(settings: ServeSettings) -> list[str]:
-    """The command line of the server with the settings' address and size."""
-    ports = settings.lmcache_port, settings.lmcache_http_port
-    arguments = options(*ports, settings.lmcache_gb, settings.lmcache_disk)
-    return [sys.executable, "-m", "lmcache.cli.main", "server", *arguments]
-
-
 class LMCacheServer:
-    """The deployment's class: the parent of one `lmcache server`."""
-
     def __init__(self, settings: ServeSettings) -> None:
         listen_on_node_address_only()
+        ports = settings.lmcache_port, settings.lmcache_http_port
+        arguments = options(*ports, settings.lmcache_gb, settings.lmcache_disk)
+        command = [sys.executable, "-m", "lmcache.cli.main", "server", *arguments]
         self._url = f"http://{HOST}:{settings.lmcache_http_port}/healthcheck"
         self._process: subprocess.Popen[bytes] | None = None
         if self._answers():
@@ -43,11 +36,11 @@ class LMCacheServer:
         if settings.lmcache_disk:
             Path(settings.lmcache_disk).mkdir(parents=True, exist_ok=True)
         leftover_pool(shm_name(settings.lmcache_port)).unlink(missing_ok=True)
-        self._process = subprocess.Popen(command(settings))
+        self._process = subprocess.Popen(command)
         end_s = time.monotonic() + START_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end_s:
-                raise ServerError(f"lmcache server did not start: {' '.join(self._process.args)}")  # type: ignore[arg-type]
+                raise ServerError(f"lmcache server did not start: {' '.join(command)}")
             time.sleep(0.25)
 
     def _answers(self) -> bool:
@@ -66,16 +59,3 @@ class LMCacheServer:
     def __del__(self) -> None:
         if self._process is not None:
             self._process.terminate()
-
-
-def deployment(settings: ServeSettings) -> serve.Deployment:
-    """One on each node that has replicas."""
-    return serve.deployment(
-        LMCacheServer,
-        name="lmcache",
-        num_replicas=settings.nodes,
-        max_replicas_per_node=1,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-    )

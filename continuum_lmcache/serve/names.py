@@ -15,23 +15,20 @@ calls once; RAY_SERVE_SESSION_ID_HEADER_KEY names the header. app.py sets both.
 
 from __future__ import annotations
 
-import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.fleet.homes import digest
-from continuum_lmcache.programs.identity import flag, name, namespace_of, program_id
+from continuum_lmcache.programs import identity
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
-from continuum_lmcache.types import ProgramId
 
 HEADER = "x-continuum-turn"
 ENVIRONMENT = {  # of Ray's proxies and controller
@@ -49,24 +46,12 @@ BODY = msgspec.defstruct(
     [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*BODY_FIELDS, "vllm_xargs", "cache_salt")],
 )
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # msgspec refuses half a pair, as cut text may have it
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class ApiKeys:
-    """The replicas' API keys, in this process: as SHA-256, set by the router. None: they require none."""
+    """The replicas' API keys, in this process: their digests, set by the router. None: they require none."""
 
-    hashes: frozenset[bytes] = frozenset()
-
-    @classmethod
-    def accept(cls, authorization: str) -> bool:
-        """Whether a replica would let a request with this header in. It checks again."""
-        scheme, _, key = authorization.partition(" ")
-        sent = sha256(key.encode("utf-8", "surrogatepass")).digest()
-        matches = [hmac.compare_digest(sent, known) for known in cls.hashes]
-        return not matches or (scheme.lower() == "bearer" and any(matches))
+    digests: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +91,21 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
         fields = fields_of(body)
         xargs = fields.get("vllm_xargs")
         values = program_values(SentFields(fields, xargs if isinstance(xargs, dict) else {}, headers))
-        job = name("job_id", values.get("job_id"))
-        is_last = flag("is_last_step", values.get("is_last_step"))
+        job = identity.name("job_id", values.get("job_id"))
+        is_last = identity.flag("is_last_step", values.get("is_last_step"))
     except (msgspec.DecodeError, ValueError, RecursionError, RequestError):
-        return TurnName()
+        job = None
     if job is None:
         return TurnName()
     continued, salt = fields.get(CONTINUED), fields.get("cache_salt")
     stays = continued is not None
     if job == continued:  # the replica that stores this answer has reported its id, which nobody can guess
         return TurnName(job, is_last=is_last, stays=True)
-    owner = owner_of(headers.get("authorization", ""))
-    namespace = namespace_of(salt if isinstance(salt, str) else None, owner)
+    sent = headers.get("authorization")  # credentials; vLLM checks them
+    owner = identity.key_digest(sent).hex()[:32] if sent else ""
+    namespace = identity.namespace_of(salt if isinstance(salt, str) else None, owner)
     is_first = MESSAGES in body and ANSWERED not in body
-    return TurnName(program_id(job, namespace), is_first=is_first, is_last=is_last, stays=stays)
+    return TurnName(identity.program_id(job, namespace), is_first=is_first, is_last=is_last, stays=stays)
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
@@ -137,48 +123,31 @@ def fields_of(body: bytes) -> dict[str, Any]:
     }
 
 
-def hidden(program: str, key: bytes) -> ProgramId:
-    """The router's keyed hash of a program's name, which state and replicas see in its place."""
-    return ProgramId(digest(ProgramId(program), key).hex())
-
-
-def owner_of(authorization: str) -> str:
-    """A hash of the credentials, 32 characters; "": none were sent. vLLM checks the permissions.
-
-    It has no key, since proxies share none. The request carries it beside the credentials themselves. The
-    state and the replicas keep the router's keyed hash (router.py).
-    """
-    return sha256(authorization.encode("utf-8", "surrogatepass")).hexdigest()[:32] if authorization else ""
-
-
 class NameTurns:
     """ASGI middleware of Ray's proxy."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = [(key, value) for key, value in scope["headers"] if normalized(key) != HEADER.encode()]
+        name = HEADER.encode()  # in which Ray takes _ for -, as proxies on the way may write it
+        headers = [pair for pair in scope["headers"] if pair[0].lower().replace(b"_", b"-") != name]
         texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
         turn = NO_TURN
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
-            if ApiKeys.accept(texts.get("authorization", "")):
+            keys = ApiKeys.digests
+            if not keys or identity.accepted_key(texts.get("authorization", ""), keys) is not None:
                 body, receive = await read_body(receive)
                 turn = turn_name(body or b"{}", texts)
         elif (rank := requested_rank(scope)) is not None:
             turn = replace(NO_TURN, rank=rank)
-        headers.append((HEADER.encode(), str(turn).encode()))
+        headers.append((name, str(turn).encode()))
         return await self._app({**scope, "headers": headers}, receive, send)
 
 
-def normalized(key: bytes) -> bytes:
-    """A header's name as Ray compares it: proxies on the way may write _ for -."""
-    return key.lower().replace(b"_", b"-")
-
-
-def requested_rank(scope: Any) -> int | None:
+def requested_rank(scope: Scope) -> int | None:
     """The replica that a GET with `?replica=N` is for; None: any."""
     if scope["method"] != "GET":
         return None
@@ -190,20 +159,16 @@ async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
     """The whole body, and a receive that returns it again; None: too long, or its client left."""
     parts: list[Message] = []
     size = 0
-    while True:
-        message = await receive()
-        parts.append(message)
-        size += len(message.get("body", b""))
-        if message["type"] != "http.request" or size > MOST_BYTES or not message.get("more_body", False):
-            break
-    kept = iter(parts)
+    while not parts or (parts[-1].get("more_body", False) and size <= MOST_BYTES):
+        parts.append(await receive())
+        size += len(parts[-1].get("body", b""))
+    is_whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
+    body = b"".join(part.get("body", b"") for part in parts) if is_whole else None
 
     async def receive_again() -> Message:
-        replayed = next(kept, None)
-        return replayed if replayed is not None else await receive()
+        return parts.pop(0) if parts else await receive()
 
-    whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
-    return b"".join(part.get("body", b"") for part in parts) if whole else None, receive_again
+    return body, receive_again
 
 
 def middlewares() -> list[Middleware]:

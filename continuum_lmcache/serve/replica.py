@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -23,17 +23,16 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
-from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
-from continuum_lmcache.serve import gauges, scaling
+from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, hidden
+from continuum_lmcache.serve import scaling
 from continuum_lmcache.serve.listening import listen_on_node_address_only
-from continuum_lmcache.serve.names import TurnName, hidden
+from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
-HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
 REPORT_S = 0.5  # between two reports
@@ -59,8 +58,6 @@ class ReplicaHeader:
 
 @serve.ingress()
 class Replica:
-    """The deployment's class. Ray makes one in each replica's process."""
-
     def __init__(self, settings: ServeSettings, lmcache_servers: Any = None) -> None:
         """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
         listen_on_node_address_only()
@@ -74,17 +71,10 @@ class Replica:
         """Start the engine; return vLLM's app around it, with one more path."""
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # with_progress has the fleet's figures, for all tenants
+        os.environ.setdefault("CONTINUUM_HONOR_PROGRAM_AGE", "true")  # of all tenants: with_progress sets it
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
-        key = bytes.fromhex(self._settings.key)
-
-        def watch() -> TurnPrompt:
-            """The prompt of the request whose task this is."""
-            turn = TurnName.parse(_get_serve_request_context().session_id)
-            return TurnPrompt(self._programs, self._hurry, key, turn)
-
-        self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
+        self._engine, app = await watched_server.started(self._settings.vllm_args, self._watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
         return ReplicaHeader(app, self._name)
@@ -103,8 +93,7 @@ class Replica:
         return {"rank": self.rank}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Ray's autoscaling gets of each replica."""
-        return gauges.values((scaling.LIVE, scaling.IN_TIME))
+        return scaling.gauges(scaling.LIVE, scaling.IN_TIME)
 
     async def check_health(self) -> None:
         """Ray calls this every few seconds; an exception makes it replace the replica."""
@@ -121,6 +110,19 @@ class Replica:
     def rank(self) -> int:
         return int(serve.get_replica_context().rank.rank)
 
+    def _watch(self, sampling_params: Any, request_id: str) -> Callable[[bool], None]:
+        """A prompt of the turn whose task this is (watched_server.Watch): the engine hears what its program
+        did elsewhere. The next turn may call the program by the id of an answer that is stored here."""
+        turn = TurnName.parse(_get_serve_request_context().session_id)
+        names = [ProgramId(turn.program)] if turn.program else []
+        if response := RESPONSE.fullmatch(request_id):
+            names.append(hidden(response[1], bytes.fromhex(self._settings.key)))
+            self._hurry.set()
+        self._programs.on_start(time.monotonic(), names, turn.turns, turn.age_s)
+        scaling.turns.labels(turn.why).inc()
+        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
+        return lambda is_finished: self._programs.on_stop(names, is_finished, turn.is_last)
+
     async def _call(self, method: str, *args: object) -> Any:
         """Call the state. Its handle is looked up each time: it may be another actor now."""
         state = serve.get_deployment_actor(STATE)
@@ -132,11 +134,12 @@ class Replica:
         state = ""  # which has heard of all programs here
         while True:
             self._hurry.clear()
-            self._engine.report_prefills()
-            now_s = time.monotonic()
-            programs = self._programs.report(now_s, is_complete=not state)
+            programs = self._programs.report(time.monotonic(), is_complete=not state)
+            requests = sum(scaling.gauges("vllm:num_requests_waiting", "vllm:num_requests_running").values())
+            about = {"rank": self.rank, "pid": os.getpid()}
+            report = ReplicaReport(ReplicaId(self._name), int(requests), self._engine.wait_s, about)
             try:
-                state = await self._call("take_report", self._figures(now_s), programs, state)
+                state = await self._call("take_report", report, programs, state)
             except NO_STATE as error:
                 if state:  # logged once, not each half second
                     logger.warning("The fleet's state does not answer (%s); the next one gets all", error)
@@ -147,38 +150,6 @@ class Replica:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), REPORT_S)
                 await asyncio.sleep(GATHER_S)
-
-    def _figures(self, now_s: float) -> ReplicaReport:
-        """How busy it is. Only a stock engine has a wait: ours admits programs itself (fleet.py)."""
-        wait_s = None if self._engine.is_ours else self._programs.wait_s(now_s)
-        about = {"rank": self.rank, "pid": os.getpid()}
-        return ReplicaReport(ReplicaId(self._name), gauges.requests(), wait_s, about)
-
-
-class TurnPrompt:
-    """A prompt of a turn that the router sent here (watched_server.Prompt)."""
-
-    def __init__(self, programs: ReplicaPrograms, hurry: asyncio.Event, key: bytes, turn: TurnName) -> None:
-        """`hurry`: is set when the state should hear of this prompt soon; `key`: of the programs' names."""
-        self._programs, self._hurry, self._key, self._turn = programs, hurry, key, turn
-        self._names = [ProgramId(turn.program)] if turn.program else []
-
-    def on_start(self, sampling_params: Any, request_id: str) -> None:
-        """Pass on to the engine what the program did elsewhere. The next turn may call the program by the id
-        of an answer that is stored here."""
-        turn, response = self._turn, RESPONSE.fullmatch(request_id)
-        if response:
-            self._names.append(hidden(response[1], self._key))
-            self._hurry.set()
-        self._programs.on_start(time.monotonic(), self, self._names, turn.turns, turn.age_s)
-        gauges.turns.labels(turn.why).inc()
-        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
-
-    def on_first_token(self) -> None:
-        self._programs.on_first_token(self)
-
-    def on_stop(self, is_finished: bool) -> None:
-        self._programs.on_stop(self, self._names, is_finished, self._turn.is_last)
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:

@@ -24,27 +24,18 @@ class ReplicaPrograms:
 
     _programs: BoundedDict[ProgramId, _Program] = field(default_factory=lambda: BoundedDict(MOST_PROGRAMS))
     _changed: dict[ProgramId, None] = field(default_factory=dict)
-    _waiting_since_s: dict[object, float] = field(default_factory=dict)  # by prompt: those without a token
 
-    def on_start(
-        self, now_s: float, prompt: object, names: Iterable[ProgramId], turns: int = 0, age_s: float = 0.0
-    ) -> None:
+    def on_start(self, now_s: float, names: Iterable[ProgramId], turns: int = 0, age_s: float = 0.0) -> None:
         """A turn's prompt enters the engine; its program had finished `turns` when it came here."""
-        self._waiting_since_s[prompt] = now_s
         seen = next((self._programs[n] for n in names if n in self._programs), _Program(now_s - age_s))
         seen.turns, seen.began_s, seen.live = max(seen.turns, turns), now_s, seen.live + 1
         for name in names:
             self._programs[name] = seen
             self._changed[name] = None
 
-    def on_first_token(self, prompt: object) -> None:
-        """The prefill has ended."""
-        self._waiting_since_s.pop(prompt, None)
-
-    def on_stop(self, prompt: object, names: Iterable[ProgramId], is_finished: bool, is_last: bool) -> None:
+    def on_stop(self, names: Iterable[ProgramId], is_finished: bool, is_last: bool) -> None:
         """The prompt's generation has ended. Prompts that ran at the same time are one turn. `is_last`: the
         program has ended; what is stored of it may go on."""
-        self.on_first_token(prompt)
         seen = next((self._programs[n] for n in names if n in self._programs), None)
         if seen is not None:
             seen.live -= 1
@@ -55,13 +46,9 @@ class ReplicaPrograms:
                 self._programs.pop(name, None)
                 return
 
-    def wait_s(self, now_s: float) -> float:
-        """How long the prompt has waited that has waited longest, seconds."""
-        return now_s - min(self._waiting_since_s.values(), default=now_s)
-
     def report(self, now_s: float, is_complete: bool = False) -> list[KnownProgram]:
         """What has changed since the last call; or every program here, those idle longest first."""
-        names, self._changed = [*self._programs] if is_complete else [*self._changed], {}
+        names, self._changed = [*(self._programs if is_complete else self._changed)], {}
         found = ((name, self._programs.get(name)) for name in names)
         return [
             KnownProgram(name, is_over=True)

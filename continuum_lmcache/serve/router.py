@@ -2,20 +2,18 @@
 state is away.
 
 It replaces the program's name, which has a hash of the client's credentials in it (names.py), by a keyed
-hash. The state and the replicas see no other name. The key is in the application's config, which
-Serve's controller keeps: the same in all routers.
+hash: the state and the replicas see no other.
 
-It keeps where it sent each program last, and uses that only while the state is away. Then a turn of such a
-program goes there after SHORT_S, and a new program, or a request of none, goes by Ray's ring as soon. Other
-programs may be at home where another proxy sent them, so they wait for the next state, and go by the ring if
-none comes. The ring puts a program's turns on one replica whichever proxy they pass, and the state learns of
-that home from the replica's report. A replica that this router does not see, since it died or drains, gets no
-turn: the state is asked again without it.
+While the state is away, a turn goes where this router sent its program last, after SHORT_S, and a new
+program, or a request of none, goes by Ray's ring as soon. Other programs may be at home where another proxy
+sent them, so they wait for the next state, and go by the ring if none comes. The ring puts a program's turns
+on one replica whichever proxy they pass, and the state learns of that home from the replica's report. A
+replica that this router does not see, since it died or drains, gets no turn: the state is asked again
+without it.
 
-Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
-.update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
-one element each, and ._routing_key; PendingRequest.metadata.session_id, .internal_request_id; the name of a
-deployment actor.
+Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request, ._backoff and
+.curr_replicas; ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
+PendingRequest.metadata.session_id, .internal_request_id; the name of a deployment actor.
 """
 
 from __future__ import annotations
@@ -34,7 +32,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import Route
-from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
+from continuum_lmcache.programs.identity import hidden
+from continuum_lmcache.serve.names import ApiKeys, TurnName
 from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
@@ -46,29 +45,20 @@ FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused
 
 
 class ProgramRouter(ConsistentHashRouter):
-    """One in each proxy, and in each handle of the deployment."""
-
     def initialize_state(self, **kwargs: Any) -> None:
-        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.hashes, as
-        hexadecimal."""
+        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.digests."""
         self._key = bytes.fromhex(kwargs.pop("key"))
-        ApiKeys.hashes = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
+        ApiKeys.digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._state: Any = None
         self._patience_s = PATIENCE_S
         self._look_at_s = 0.0
         self._homes: BoundedDict[str, str] = BoundedDict(MOST_PROGRAMS)
-        self._by_name: dict[str, RunningReplica] = {}
 
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray's controller reports the replicas."""
-        super().update_replicas(replicas)
-        self._by_name = {r.replica_id.unique_id: r for r in replicas}
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A request found it dead, before the controller did."""
-        super().on_replica_actor_died(replica_id)
-        self._by_name.pop(replica_id.unique_id, None)
+    def _replica(self, name: str) -> RunningReplica | None:
+        """The replica of that name, if this router sees it."""
+        found: RunningReplica | None = self.curr_replicas.get(ReplicaID(name, self._deployment_id))
+        return found
 
     def _routing_key(self, pending_request: PendingRequest | None) -> str | None:
         """The text that the ring hashes: the program's name."""
@@ -86,7 +76,7 @@ class ProgramRouter(ConsistentHashRouter):
             turn = replace(turn, program=hidden(turn.program, self._key))
             pending_request.metadata.session_id = str(turn)
         if turn.rank is not None:  # if none has this rank, any: its answer names it
-            for replica in self._by_name.values():
+            for replica in self.curr_replicas.values():
                 if replica.replica_metadata.get("rank") == turn.rank:
                     return replica
         if is_retry:
@@ -101,17 +91,13 @@ class ProgramRouter(ConsistentHashRouter):
         """The state's choice; where this router sent the program last, if the state does not answer or knows
         no replica that is here. None: it has not."""
         gone: list[str] = []
-        home = self._by_name.get(self._homes.get(turn.program, ""))
+        home = self._replica(self._homes.get(turn.program, ""))
         waits = home is None and bool(turn.program) and not turn.is_first
         patience_s = self._patience_s if waits else SHORT_S
         try:
             async with asyncio.timeout(patience_s):  # wait_for of Python 3.11 can lose a cancellation
-                while len(gone) < MOST_GONE:
-                    answer = await self._answer(turn, gone)
-                    self._patience_s = PATIENCE_S
-                    if answer is None:
-                        break
-                    if (chosen := self._by_name.get(answer.replica)) is not None:
+                while len(gone) < MOST_GONE and (answer := await self._answer(turn, gone)) is not None:
+                    if (chosen := self._replica(answer.replica)) is not None:
                         turns, age_s, why = answer.program_turns, answer.program_age_s, answer.why.value
                         turn = replace(turn, turns=turns, age_s=age_s, why=why)
                         pending_request.metadata.session_id = str(turn)
@@ -134,16 +120,18 @@ class ProgramRouter(ConsistentHashRouter):
                     self._state = self._find_state()
             if (state := self._state) is not None:
                 try:
-                    asked = turn.program, not turn.stays, len(self._by_name), gone
-                    return await state.place_turn.remote(*asked)  # type: ignore[no-any-return]
+                    asked = turn.program, not turn.stays, len(self.curr_replicas), gone
+                    answer: Route | None = await state.place_turn.remote(*asked)
+                    self._patience_s = PATIENCE_S
+                    return answer
                 except RayError:
                     self._state = None if self._state is state else self._state
             await asyncio.sleep(POLL_S)
 
     def _find_state(self) -> Any:
         """The actor by its name; None: it does not exist at the moment."""
-        ours = f"{self._deployment_id.app_name}::{self._deployment_id.name}::"
-        start = SERVE_DEPLOYMENT_ACTOR_PREFIX + ours
+        ours = self._deployment_id
+        start = f"{SERVE_DEPLOYMENT_ACTOR_PREFIX}{ours.app_name}::{ours.name}::"
         for named in ray.util.list_named_actors(all_namespaces=True):
             if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
                 return ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)

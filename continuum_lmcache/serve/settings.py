@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError
 
-AT_LEAST_0 = ("gpus", "cpus", "lmcache_gb")
-AT_LEAST_1 = ("replicas", "lmcache_port", "nodes")
+LEAST = {"gpus": 0, "cpus": 0, "lmcache_gb": 0, "replicas": 1, "lmcache_port": 1, "nodes": 1}
 KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 
@@ -35,8 +34,7 @@ class ServeSettings:
     key: str = field(default="", repr=False)  # of programs' names, hexadecimal; "": each deploy makes its own
 
     def __post_init__(self) -> None:
-        for name in (*AT_LEAST_0, *AT_LEAST_1):
-            least = int(name in AT_LEAST_1)
+        for name, least in LEAST.items():
             if not getattr(self, name) >= least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
         if not KEY.fullmatch(self.key):

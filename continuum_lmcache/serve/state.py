@@ -2,8 +2,6 @@
 
 It decides nothing: continuum_lmcache.fleet does. It has the clock and the callers. If the actor is lost, Ray
 starts another without any programs; each replica's next report has all that it knows.
-
-Callers: a router calls `place_turn`, a replica `take_report`; users call `snapshot`.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class FleetState:
     async def place_turn(
         self, program: str, may_move: bool, replicas: int, gone: Collection[str] = ()
     ) -> Route | None:
-        """Where the turn goes; None: no replica has reported. `program`: "" for none. `replicas`: how many
-        the router sees; `gone`: those that this has named for the turn, and that the router does not see."""
+        """For a router: where the turn goes; None: no replica has reported. `program`: "" for none.
+        `replicas`: how many it sees; `gone`: those that this has named for the turn, and it does not see."""
         while self.now_s() < self._start_until_s and len(self._restored) < replicas:
             await asyncio.sleep(POLL_S)  # a new state would take a started program for a new one
         return self.fleet.on_arrival(self.now_s(), ProgramId(program) or None, gone, may_move)

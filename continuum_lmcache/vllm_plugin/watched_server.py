@@ -1,4 +1,4 @@
-"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; a watcher observes each prompt.
+"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process, with each prompt watched.
 
 No part of vLLM's server is rewritten: its parser reads the options, its AsyncLLM runs the engine, its
 build_app and init_app_state make the app. The engine is observed where prompts enter and results leave.
@@ -11,10 +11,11 @@ AsyncLLM.generate, .from_vllm_config, .get_supported_tasks, .model_config,
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -27,61 +28,44 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin.hooks.engine_args import SCHEDULERS
 
 CHECKED_VERSION = "0.32"
-
-
-class Prompt(Protocol):
-    """One prompt, as the watcher sees it."""
-
-    def on_start(self, sampling_params: Any, request_id: str) -> None:
-        """It enters the engine with these parameters, which may be changed."""
-
-    def on_first_token(self) -> None:
-        """Its prefill has ended."""
-
-    def on_stop(self, is_finished: bool) -> None:
-        """Its generation has ended."""
+Watch = Callable[[Any, str], Callable[[bool], None]]
+"""Gets each prompt that enters: its sampling parameters, which may be changed, and its request's id. What it
+returns is called when the generation has ended, with whether that is complete."""
 
 
 class WatchedEngine(AsyncLLM):
-    """vLLM's engine. `watch` makes a Prompt for each prompt that enters."""
+    """vLLM's engine."""
 
-    watch: Callable[[], Prompt]
-    _uncomputed: dict[str, Prompt]  # by request id: those without a first token yet
+    watch: Watch
+    _began_s: dict[str, float]  # by request id: when its prompt entered
 
     @property
-    def is_ours(self) -> bool:
-        """Whether it schedules by our policy, and not by one of vLLM's own."""
-        return str(self.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS)
+    def wait_s(self) -> float | None:
+        """How long the prompt has waited that has waited longest for its first token, seconds. None: our own
+        scheduler, which admits programs."""
+        if str(self.vllm_config.scheduler_config.scheduler_cls).startswith(SCHEDULERS):
+            return None
+        now_s, states = time.monotonic(), self.output_processor.request_states.values()
+        waiting = [state.external_req_id for state in states if state.is_prefilling]
+        return now_s - min((self._began_s.get(name, now_s) for name in waiting), default=now_s)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """AsyncLLM.generate, watched."""
-        watched = self.watch()
-        watched.on_start(sampling_params, request_id)
-        self._uncomputed[request_id] = watched
+        stopped = self.watch(sampling_params, request_id)
+        self._began_s[request_id] = time.monotonic()
         finished = False
         try:
             async for output in super().generate(prompt, sampling_params, request_id, **more):
-                if self._uncomputed.pop(request_id, None) is not None:
-                    watched.on_first_token()
                 finished = output.finished
                 yield output
         finally:
-            self._uncomputed.pop(request_id, None)
-            watched.on_stop(finished)
-
-    def report_prefills(self) -> None:
-        """Report prompts whose prefill has ended without an output yet: an answer that is not streamed comes
-        only when it is complete."""
-        for state in self.output_processor.request_states.values():
-            if not state.is_prefilling:
-                watched = self._uncomputed.pop(state.external_req_id, None)
-                if watched is not None:
-                    watched.on_first_token()
+            self._began_s.pop(request_id, None)
+            stopped(finished)
 
 
-async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[WatchedEngine, FastAPI]:
+async def started(words: list[str], watch: Watch) -> tuple[WatchedEngine, FastAPI]:
     """The engine and the app of `vllm serve WORDS`.
 
     Raises ConfigError on an unchecked vLLM, and otherwise the errors of vLLM.
@@ -100,7 +84,7 @@ async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[Watche
         disable_log_stats=args.disable_log_stats,
     )
     assert isinstance(engine, WatchedEngine)
-    engine.watch, engine._uncomputed = watch, {}
+    engine.watch, engine._began_s = watch, {}
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)

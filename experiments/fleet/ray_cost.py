@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from starlette.routing import Route
 
 from continuum_lmcache.fleet.fleet import KnownProgram, ReplicaId, ReplicaReport
 from continuum_lmcache.serve import app, scaling
-from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica import Replica, ReplicaHeader
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.types import ProgramId
@@ -55,16 +53,10 @@ class Answering(Replica):
         async def healthy() -> None:
             """It always is."""
 
-        self._engine = SimpleNamespace(
-            report_prefills=lambda: None, is_ours=True, check_health=healthy, shutdown=lambda: None
-        )
-        prompts = count()
+        self._engine = SimpleNamespace(wait_s=None, check_health=healthy, shutdown=lambda: None)
 
         async def turn(_request: Any) -> PlainTextResponse:
-            name = TurnName.parse(serve.context._get_serve_request_context().session_id)
-            prompt, names = next(prompts), [ProgramId(name.program)]
-            self._programs.on_start(time.monotonic(), prompt, names, name.turns, name.age_s)
-            self._programs.on_stop(prompt, names, True, name.is_last)
+            self._watch(SimpleNamespace(extra_args=None), "cmpl-1")(True)
             return PlainTextResponse("done")
 
         async def fleet(_request: Any) -> Response:

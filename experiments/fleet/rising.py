@@ -15,7 +15,8 @@ from statistics import mean
 import numpy as np
 import typer
 
-from continuum_lmcache.serve.scaling import replicas_for
+from continuum_lmcache.admission.served import engines_for
+from continuum_lmcache.serve.scaling import FULL
 from experiments.fleet.replica import Replica, Turn
 from experiments.fleet.routers import Ours, Router
 from experiments.fleet.run import FleetSetup, run_fleet
@@ -68,13 +69,15 @@ class Scaled(Ours):
 
     def _follow(self, now_s: float, up: Sequence[Replica]) -> None:
         """Ask the signal. Change the target when it was above, or below, the signal for long."""
-        engines = [each.scheduler._engine for each in up]
-        found = [(float(each.programs.live), each.admission.programs_in_time) for each in engines]
-        known = [(live, in_time) for live, in_time in found if in_time is not None]
-        live, in_time = [n for n, _ in known], [most for _, most in known]
-        wanted = min(max(math.ceil(replicas_for(live, in_time)), 1), len(self._ready_s))
+        engines = {each.index: each.scheduler._engine for each in up}
+        found = {at: each.admission.programs_in_time for at, each in engines.items()}
+        in_time = {at: most for at, most in found.items() if most is not None}
+        live = {at: float(engines[at].programs.live) for at in in_time}
+        full = engines_for(live, in_time) or 0.0
+        wanted = min(max(math.ceil(full / FULL), 1), len(self._ready_s))
         before = self.asked[-1].wanted if self.asked else wanted
-        self.asked.append(Asked(now_s, sum(live), mean(in_time or [0.0]), wanted, len(up)))
+        mean_in_time = mean(in_time.values() or [0.0])
+        self.asked.append(Asked(now_s, sum(live.values()), mean_in_time, wanted, len(up)))
         if not min(before, wanted) > self._target and not max(before, wanted) < self._target:
             self._agreed_s = now_s
         lasts_s = self._delays.up_s if wanted > self._target else self._delays.down_s

@@ -123,6 +123,7 @@ class Ours(Router):
         self.fleet, self._waits = Fleet(), waits
         self.gone: Collection[str] = ()  # replicas that drain
         self._programs: dict[int, ReplicaPrograms] = {}
+        self._sent: dict[str, tuple[int, float]] = {}  # turns without a token: where, when
         self._reported_s = -REPORT_S
 
     def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
@@ -133,22 +134,23 @@ class Ours(Router):
         program = ProgramId(turn.program)
         route = self.fleet.on_arrival(now_s, program, self.gone)
         assert route is not None, "replicas have reported"
-        self._programs[int(route.replica)].on_start(
-            now_s, turn.id, [program], route.program_turns, route.program_age_s
-        )
-        return int(route.replica)
+        at = int(route.replica)
+        self._programs[at].on_start(now_s, [program], route.program_turns, route.program_age_s)
+        self._sent[turn.id] = at, now_s
+        return at
 
-    def first_token(self, turn: Turn, replica: int) -> None:
-        self._programs[replica].on_first_token(turn.id)
+    def first_token(self, turn: Turn, _replica: int) -> None:
+        self._sent.pop(turn.id, None)
 
     def ended(self, _now_s: float, turn: Turn, replica: Replica) -> None:
-        self._programs[replica.index].on_stop(turn.id, [ProgramId(turn.program)], True, turn.is_last)
+        self._programs[replica.index].on_stop([ProgramId(turn.program)], True, turn.is_last)
 
     def _report(self, now_s: float, replica: Replica) -> None:
         """From the figures that a replica has on Ray Serve. A slow replica does not report its speed."""
         programs = self._programs.setdefault(replica.index, ReplicaPrograms())
         waits = not hasattr(replica.scheduler, "_engine") if self._waits is None else self._waits
-        wait_s = programs.wait_s(now_s) if waits else None
+        sent_s = [sent_s for at, sent_s in self._sent.values() if at == replica.index]
+        wait_s = now_s - min(sent_s, default=now_s) if waits else None
         report = ReplicaReport(ReplicaId(str(replica.index)), replica.counted, wait_s)
         self.fleet.on_report(now_s, report, programs.report(now_s))
 

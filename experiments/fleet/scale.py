@@ -389,8 +389,7 @@ class Run:
 def ours(run: Run) -> Callable[[Agent, int], int]:
     """The product's fleet, with a report of each replica each half second."""
     fleet, programs = Fleet(), [ReplicaPrograms() for _ in run.models]
-    admits, number = run.models[0].setup.admits, count()
-    live: dict[Agent, int] = {}
+    admits = run.models[0].setup.admits
 
     def report() -> None:
         for at, there in enumerate(programs):
@@ -402,15 +401,14 @@ def ours(run: Run) -> Callable[[Agent, int], int]:
 
     def on_end(agent: Agent, at: int) -> None:
         is_last = agent.at + 1 == len(agent.program.turns)
-        programs[at].on_stop(live.pop(agent), [ProgramId(agent.program.program_id)], True, is_last)
+        programs[at].on_stop([ProgramId(agent.program.program_id)], True, is_last)
 
     def choose(agent: Agent, _tokens: int) -> int:
         name, gone = ProgramId(agent.program.program_id), [str(at) for at in np.nonzero(run.up)[0]]
         route = fleet.on_arrival(run.now_s, name, gone)
         assert route is not None
-        live[agent] = next(number)
         to = int(route.replica)
-        programs[to].on_start(run.now_s, live[agent], [name], route.program_turns, route.program_age_s)
+        programs[to].on_start(run.now_s, [name], route.program_turns, route.program_age_s)
         return to
 
     run.on_end = on_end  # type: ignore[method-assign]

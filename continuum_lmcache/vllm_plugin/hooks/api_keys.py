@@ -8,14 +8,15 @@ finds a key by trying many.
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 from collections.abc import Iterable
 from contextvars import ContextVar
 from functools import cache
-from hashlib import scrypt, sha256
+from hashlib import scrypt
 from typing import Any
+
+from continuum_lmcache.programs.identity import accepted_key, key_digest
 
 SECRET = "_CONTINUUM_KEY_SECRET"  # not a setting: the first process makes it, its API servers inherit it
 NO_KEY = "no key"  # vLLM asks for none at some paths: nobody is a tenant of its own by a key it made up
@@ -42,17 +43,11 @@ def keys_of(application: Any) -> list[str]:
 
 def owner_of(authorization: str, keys: Iterable[str]) -> str:
     """The hash of a bearer token that is one of the server's keys, 32 characters; else NO_KEY."""
-    scheme, _, token = authorization.partition(" ")
-    sent = digest(token)
-    matches = [hmac.compare_digest(sent, digest(key)) for key in keys]
-    return slow_hash(sent) if scheme.lower() == "bearer" and any(matches) else NO_KEY
-
-
-def digest(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+    sent = accepted_key(authorization, map(key_digest, keys))
+    return slow_hash(sent) if sent is not None else NO_KEY
 
 
 @cache  # one for each of the server's keys
-def slow_hash(key_digest: bytes) -> str:
+def slow_hash(digest: bytes) -> str:
     """In hex. It takes about 50 ms and 16 MB."""
-    return scrypt(key_digest, salt=b"continuum-lmcache", n=1 << 14, r=8, p=1, dklen=16).hex()
+    return scrypt(digest, salt=b"continuum-lmcache", n=1 << 14, r=8, p=1, dklen=16).hex()

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.fleet.homes import digest
-from continuum_lmcache.programs.identity import namespace_of, program_id
-from continuum_lmcache.types import MOST_PROGRAMS
+from continuum_lmcache.programs.identity import hidden, namespace_of, program_id
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
 
@@ -69,14 +68,14 @@ def install(schedulers: str) -> None:
         if fields.job_id is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
         program = program_id(fields.job_id, namespace_of(request.cache_salt, fields.owner))
-        table: BoundedDict[bytes, list[Home]] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
-        name = digest(program, api_keys.secret())  # the table has no name that a client chose
+        table: BoundedDict[ProgramId, list[Home]] = vars(self).setdefault(TABLE, BoundedDict(MOST_PROGRAMS))
+        name = hidden(program, api_keys.secret())  # the table has no name that a client chose
         homes, ranks = table.pop(name, []), len(self.core_engines)
         live = [home for home in homes if home.request_id in self.reqs_in_flight]
         home = next((home for home in homes if home not in live and home.is_of(request)), None)
         rank = home.rank if home is not None else None
         if not homes and self.client_count > 1:
-            rank = int.from_bytes(name) % ranks
+            rank = int(name, 16) % ranks
         if request.data_parallel_rank is None and rank is not None and rank < ranks:
             request.data_parallel_rank = rank  # else it is gone: vLLM can scale down
         engine = stock(self, request)
