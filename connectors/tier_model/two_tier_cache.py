@@ -66,7 +66,9 @@ class TwoTierCache:
         in_dram, on_disk = self.touch(now_s, names)
         skip = gpu_tokens // self.spec.chunk_tokens
         dram, ssd = in_dram[skip:], on_disk[max(0, skip - len(in_dram)) :]
-        self._promote(ssd, keep={*in_dram, *ssd})
+        for name in ssd:
+            if name not in self.dram.names and not self._admit(name, {*in_dram, *ssd}):
+                break
         if not dram and not ssd:
             return ActiveLoad((), (), now_s)
         size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
@@ -149,8 +151,10 @@ class TwoTierCache:
 
     def check(self) -> None:
         """Raise InvariantError unless the counts balance."""
-        self.dram.check("DRAM")
-        self.ssd.check("SSD")
+        for name, tier in (("DRAM", self.dram), ("SSD", self.ssd)):
+            held, reserved = len(tier.names), tier.reserved
+            if held + reserved > tier.capacity:
+                raise InvariantError(f"{name}: held({held}) + reserved({reserved}) > {tier.capacity}")
         if self.ssd.reserved != len(self.pending):
             raise InvariantError(f"reserved({self.ssd.reserved}) != pending({len(self.pending)})")
         if both := self.pending.keys() & self.ssd.names.keys():
@@ -163,11 +167,6 @@ class TwoTierCache:
         self._evicted.update(dict.fromkeys(evicted))
         self.dram.names[name] = None
         return True
-
-    def _promote(self, names: Sequence[ChunkName], keep: Collection[ChunkName]) -> None:
-        for name in names:
-            if name not in self.dram.names and not self._admit(name, keep):
-                return
 
     def _write(self, now_s: float, name: ChunkName) -> None:
         if name in self.ssd.names:

@@ -141,8 +141,8 @@ class TierChangeLog:
         return (key.model_name, world_size), name, (key.kv_rank, key.object_group_id)
 
 
-class DramListener(L1ManagerListener):
-    """Notes L1's changes. LMCache calls it under L1's lock, so it does nothing else."""
+class TierListener(L1ManagerListener, L2AdapterListener):
+    """Notes both tiers' changes. LMCache calls it under L1's lock, so it does nothing else."""
 
     def __init__(self, log: TierChangeLog) -> None:
         self._log = log
@@ -162,18 +162,10 @@ class DramListener(L1ManagerListener):
     on_l1_keys_read_finished = on_l1_keys_accessed
     on_l1_keys_reserved_write = on_l1_keys_accessed
 
-
-class DiskListener(L2AdapterListener):
-    """Notes L2's changes. A chunk that was read is there: so those that others stored become known."""
-
-    def __init__(self, log: TierChangeLog) -> None:
-        self._log = log
-
-    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:  # noqa: ARG002
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: object = None) -> None:  # noqa: ARG002
         self._log.admit(True, keys)
 
-    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        self._log.admit(True, keys)
+    on_l2_keys_accessed = on_l2_keys_stored  # what was read is there: so others' chunks become known
 
     def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
         self._log.drop(True, keys)
@@ -200,8 +192,9 @@ class MpTierModule:
         self.context = context
         storage = context.storage_manager
         self._log = TierChangeLog(context.layout_desc_registry)
+        listener = TierListener(self._log)
         for manager in storage._l1_managers_by_id.values():
-            manager.register_listener(DramListener(self._log))
+            manager.register_listener(listener)
         self._known_l2: set[int] = set()  # adapters of which the log has every chunk
         self._l2: list[WatchedL2] = []
         self._checks = checks
@@ -211,7 +204,7 @@ class MpTierModule:
                 self._known_l2.add(about.index)
                 self._log.admit(True, watched.adopt(before))
             watched.fit()
-        storage.register_l2_listener(DiskListener(self._log))
+        storage.register_l2_listener(listener)
         self._build, storage._build_l2_adapter = storage._build_l2_adapter, self.build_l2_adapter
         refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size, self._needs_l2)
