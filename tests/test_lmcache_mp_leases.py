@@ -21,8 +21,8 @@ from waiting import wait_for
 
 from connectors.kv_names import AdapterNames, WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
-from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.tier_mirror import MAX_AGE_S
+from connectors.lmcache_mp.tracker import ReadLeases
 from continuum_lmcache.reload.tier_store import Prefix, TierHit
 from continuum_lmcache.types import Residency
 

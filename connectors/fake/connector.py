@@ -65,7 +65,6 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
         self.scheduler_side.load_selector = select
 
     def transfers(self) -> list[KVTransfer]:
-        """The loads since the last call, oldest first, by the rates."""
         return self.scheduler_side.store.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:

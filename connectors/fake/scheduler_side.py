@@ -129,7 +129,6 @@ class FakeSchedulerSide:
         self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
 
     def step(self, output: SchedulerOutput) -> FakeMetadata:
-        """The work of this step, in the order in which it was planned."""
         self._note_blocks(output)
         stores = []
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():

@@ -47,7 +47,14 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
         if check_machine(extra):
             logger.info("LMCache's server runs on port %d already; it is used, with its own sizes", port)
         else:
-            _unlink(leftover_pool(shm_name(port)))  # no server has the port, so none has the memory
+            leftover = leftover_pool(shm_name(port))
+            try:
+                leftover.unlink(missing_ok=True)  # no server has the port, so none has the memory
+            except OSError as error:
+                raise ConfigError(
+                    f"{leftover}, an LMCache server's shared memory, cannot be removed ({error.strerror}); "
+                    "set lmcache.mp.port to another port"
+                ) from error
         try:
             with all_gpus(gpus), variables({STARTED_BY: str(os.getpid())}):
                 yield
@@ -90,16 +97,6 @@ def _take(held: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _unlink(leftover: Path) -> None:
-    try:
-        leftover.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{leftover}, an LMCache server's shared memory, cannot be removed ({error.strerror}); set "
-            "lmcache.mp.port to another port"
-        ) from error
 
 
 def find_server(extra: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
     vLLM: scheduler            vLLM: worker(s)               lmcache server
     tier_mirror.py      <---- changes and lookups, polled every 0.1 s --- server/module.py, lookup_log.py
-    read_leases.py      ----- lookups, renewed --------------------------> L1 (DRAM), L2 (disk)
+    tracker.py          ----- lookups, renewed --------------------------> L1 (DRAM), L2 (disk)
                                worker.py <--------- loads, stores ------ shared memory or CUDA IPC
 
 L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own load,
@@ -34,7 +34,6 @@ from vllm.v1.request import Request
 from connectors.kv_names import AdapterNames, WeightsVersion, kv_fingerprint
 from connectors.lmcache_mp.autostart import find_server, one_start
 from connectors.lmcache_mp.load_join import MpReport
-from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.server.machine import check_machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import (
@@ -47,11 +46,11 @@ from connectors.lmcache_mp.startup import (
     warn_of_versions,
 )
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
-from connectors.lmcache_mp.tracker import Tracker
+from connectors.lmcache_mp.tracker import ReadLeases, Tracker
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
-from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit, TierStore
@@ -68,7 +67,11 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         """Raise ConfigError, one line, for settings that are unknown or known to fail.
 
         The user's LMCache settings become options of the server in `vllm_config` (translation.py)."""
-        refuse_kv_of_more_than_tokens(vllm_config)
+        if vllm_config.model_config.enable_prompt_embeds:
+            raise ConfigError(
+                "LMCache 0.5.6 does not tell prompt embeddings apart: it would load one prompt's KV for "
+                "another; drop --enable-prompt-embeds or the KV connector"
+            )
         translate(vllm_config, log)
         if log:  # before engines start
             check_machine(transfer_config(vllm_config).kv_connector_extra_config)
@@ -91,7 +94,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         with one_start(transfer_config(vllm_config).kv_connector_extra_config, is_first_worker):
             super().__init__(vllm_config, role, kv_cache_config)
         self._kv_bytes_per_token = kv_bytes_of_rank(vllm_config, kv_cache_config)
-        self._worker: MpWorkerSide | None = None
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
         adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"
         if role == KVConnectorRole.SCHEDULER:
@@ -133,7 +135,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         return self._tiers.capacity_tokens()
 
     def faults(self) -> Mapping[str, int]:
-        """Of the server's disk."""
         return self._poller.faults
 
     def hit_at_lookup(self, request_id: str) -> TierHit | None:
@@ -157,7 +158,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         super().on_new_request(request)
 
     def _note_lookup(self, request: Request, tracker: Tracker) -> None:
-        """Note that the request's lookup is submitted now, or was before."""
         self._leases.on_lookup(tracker)
         tracker.hit = tracker.hit or self._locate(request, tracker)
 
@@ -344,13 +344,13 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker is not None and getattr(kv_connector_metadata, "need_flush_before_forward", False):
+        if getattr(kv_connector_metadata, "need_flush_before_forward", False):
             self._worker.await_stores()
         super().handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and not cast(Any, connector_metadata).server_is_up:
+        if not cast(Any, connector_metadata).server_is_up:
             self._worker.mark_server_down()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -359,9 +359,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         LMCache 0.5.6 reports it at once, as stored: vLLM frees blocks that the load still writes, and fails
         on the second report (vllm/v1/core/sched/scheduler.py:3223, 3234).
         """
-        if self._worker is None:
-            stored, loaded = super().get_finished(finished_req_ids)
-            return stored, loaded
         self._worker.poll()
         ended_while_loading: set[str] = self._get_connector_metadata().ended_while_loading
         with self._worker.without_giving_up():
@@ -378,14 +375,13 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             super().wait_for_save()
 
     def build_connector_worker_meta(self) -> MpReport | None:
-        return self._worker.report() if self._worker is not None else None
+        return self._worker.report()
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
             self._poller.close()
-        if self._worker is not None:
-            self._worker.watch.close()
+        if (worker := getattr(self, "_worker", None)) is not None:
+            worker.watch.close()
         super().shutdown()
-        launcher = getattr(self.worker_adapter, "_mp_server_launcher", None) if self._worker else None
-        if launcher is not None:
+        if worker is not None and (launcher := self.worker_adapter._mp_server_launcher) is not None:
             launcher.shutdown()  # an engine in the user's own process would leave the server behind

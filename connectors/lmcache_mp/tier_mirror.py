@@ -115,7 +115,13 @@ class TierPoller:
             request = msgspec.structs.replace(
                 self._request, epoch=self.mirror.epoch, number=self.mirror.number
             )
-            reply = decoded(self._call(msgspec.msgpack.encode(request), timeout_s))
+            payload = self._call(msgspec.msgpack.encode(request), timeout_s)
+            try:
+                reply = msgspec.msgpack.decode(payload, type=ChangesReply)
+            except msgspec.MsgspecError as error:
+                raise ConnectionError(
+                    f"its answer cannot be read: {error}; run the same release on both sides"
+                ) from error
             self._count_faults(reply)
             self.mirror.apply_report(reply)
             self.lookups += reply.lookups
@@ -145,7 +151,6 @@ class TierPoller:
             self.try_poll()
 
     def try_poll(self) -> None:
-        """`poll`, and note whether the server answered."""
         try:
             self.poll()
         except OSError as error:
@@ -158,16 +163,6 @@ class TierPoller:
         if not self.is_up:
             self.is_up = True
             logger.info("LMCache's MP server answers again")
-
-
-def decoded(payload: bytes) -> ChangesReply:
-    """The server's answer. Raises ConnectionError if it is unreadable."""
-    try:
-        return msgspec.msgpack.decode(payload, type=ChangesReply)
-    except msgspec.MsgspecError as error:
-        raise ConnectionError(
-            f"its answer cannot be read: {error}; run the same release on both sides"
-        ) from error
 
 
 class MpTiers:
@@ -226,12 +221,11 @@ class MpTiers:
         return found
 
     def apply_report(self, report: MpReport) -> None:
-        """Apply the worker's timed loads, and the server's lookups."""
         lookups = [self._poller.lookups.popleft() for _ in range(len(self._poller.lookups))]
         self._transfers += self._join.join(report.loads, lookups)
 
     def _names(
-        self, token_ids: Sequence[int], salt: str, block_hashes: Sequence[Hashable] = ()
+        self, token_ids: Sequence[int], salt: str, block_hashes: Sequence[Hashable]
     ) -> Iterator[bytes]:
         """Of each full chunk, lazily, head first.
 

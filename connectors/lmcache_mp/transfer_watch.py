@@ -76,7 +76,6 @@ class TransferWatch:
 
     @property
     def running(self) -> list[Transfer]:
-        """Those that were not removed, oldest first."""
         with self._lock:
             return [*self._running]
 

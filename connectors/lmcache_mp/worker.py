@@ -31,8 +31,8 @@ from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
 from connectors.lmcache_mp.load_join import MpReport
-from connectors.lmcache_mp.read_leases import LEASE_SHARE
 from connectors.lmcache_mp.server.deadline import with_deadline
+from connectors.lmcache_mp.tracker import LEASE_SHARE
 from connectors.lmcache_mp.transfer_watch import Transfer, TransferWatch, WatchedFuture
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier

@@ -36,8 +36,6 @@ class ActiveLoad:
 
 
 class TwoTierCache:
-    """Which chunks are in DRAM and on disk."""
-
     def __init__(self, spec: TierSpec, bytes_per_token: int) -> None:
         self.spec, self.chunk_bytes = spec, spec.chunk_tokens * bytes_per_token
         self.dram = LruTier(spec.dram_gb * GB // self.chunk_bytes)
@@ -100,7 +98,6 @@ class TwoTierCache:
         return [n for n in new if self.has(n)]
 
     def finish_writes(self, now_s: float) -> None:
-        """Admit the disk writes that have ended by now."""
         due = []
         for name, done_s in self.pending.items():
             if done_s > now_s:

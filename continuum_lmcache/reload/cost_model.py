@@ -50,8 +50,6 @@ class TransferRate:
 
 @dataclass(frozen=True, slots=True)
 class ReloadCost:
-    """PrefillReload of one prompt, in seconds, by its parts."""
-
     loaded_tokens: int  # how far loading pays, after the GPU's part
     load_s: float  # DRAM to GPU, after disk to DRAM of the part on disk
     prefill_s: float  # what must be computed, in steps that all requests on the GPU share

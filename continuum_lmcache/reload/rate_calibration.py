@@ -54,8 +54,8 @@ class RateDrift:
         slower, samples = math.exp(self.log_slower), measured.samples + self.loads
         if isinstance(measured, TransferRate):
             return TransferRate(measured.bytes_per_s / slower, measured.fixed_s * slower, samples)
-        parts = (measured.fixed_s, measured.per_token_s, measured.per_pair_s)
-        return PrefillCurve(*(slower * part for part in parts), samples=samples)
+        token_s, pair_s = slower * measured.per_token_s, slower * measured.per_pair_s
+        return PrefillCurve(measured.fixed_s * slower, token_s, pair_s, samples)
 
 
 class CalibratedCosts:

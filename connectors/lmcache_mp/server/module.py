@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
@@ -110,17 +110,15 @@ class TierChangeLog:
     def disk_alone_has(self, keys: Iterable[ObjectKey]) -> bool:
         """Whether L2 has one of these pieces, and L1 lacks it."""
         with self.lock:
-            return any(
-                piece in self._held(owner, True, name) and piece not in self._held(owner, False, name)
-                for owner, name, piece in map(self._parts, keys)
-            )
+            for owner, name, piece in map(self._parts, keys):
+                in_l1, in_l2 = (self._pieces.get((owner, ssd), {}).get(name, ()) for ssd in (False, True))
+                if piece in in_l2 and piece not in in_l1:
+                    return True
+            return False
 
     def has_all_after(self, number: int) -> bool:
         """Whether the log still has every change after `number`. The caller holds the lock."""
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
-
-    def _held(self, owner: Owner, ssd: bool, name: bytes) -> Set[Piece]:
-        return self._pieces.get((owner, ssd), {}).get(name, frozenset())
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
@@ -188,7 +186,6 @@ class MpTierModule:
     """An LMCache engine module: the server calls its context, report_status and close."""
 
     def __init__(self, context: Any, checks: bool = True) -> None:
-        """`checks`: what L2 reads from files by their checksums."""
         self.context = context
         storage = context.storage_manager
         self._log = TierChangeLog(context.layout_desc_registry)
@@ -276,7 +273,6 @@ class MpTierModule:
         return all(adapter.index in self._known_l2 for adapter, _ in adapters)
 
     def _needs_l2(self, keys: Iterable[ObjectKey]) -> bool:
-        """Whether L2 may have one of these keys, and L1 lacks it."""
         return not self._knows_all() or self._log.disk_alone_has(keys)
 
     def _sizes(self) -> tuple[int, int, int | None]:
