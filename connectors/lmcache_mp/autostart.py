@@ -78,7 +78,10 @@ def locked(port: int) -> Iterator[None]:
         if os.fstat(file.fileno()).st_uid != os.getuid():
             raise theirs
         end_s, told = time.monotonic() + LOCK_S, False
-        while not _take(file.fileno()):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if not told:
                 logger.info("Another engine starts LMCache's server on port %d; this one waits for it", port)
             if time.monotonic() > end_s:
@@ -89,14 +92,6 @@ def locked(port: int) -> Iterator[None]:
             told = True
             time.sleep(0.2)
         yield
-
-
-def _take(held: int) -> bool:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def find_server(extra: Mapping[str, Any]) -> None:

@@ -14,11 +14,11 @@ its oldest chunk, and a hit is touched tail first, so that from then on the head
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from connectors.tier_model.bandwidth_link import BandwidthLink
 from connectors.tier_model.lru_tier import ChunkName, LruTier
 from connectors.tier_model.tier_spec import GB, TierSpec
 from continuum_lmcache.errors import InvariantError
@@ -26,6 +26,23 @@ from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
+
+
+@dataclass(slots=True)
+class BandwidthLink:
+    """One direction between two places, first in, first out. `gbps`: 10^9 bytes a second."""
+
+    gbps: float = math.inf
+    free_at_s: float = -math.inf
+
+    def seconds(self, size_bytes: int) -> float:
+        """How long `size_bytes` take without a wait for the link."""
+        return size_bytes / (self.gbps * 1e9)
+
+    def reserve(self, ready_s: float, size_bytes: int) -> float:
+        """When bytes that are ready at `ready_s` have passed, after all earlier requests."""
+        self.free_at_s = max(ready_s, self.free_at_s) + self.seconds(size_bytes)
+        return self.free_at_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from continuum_lmcache.connector_names import CHUNK_TOKENS
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.types import Residency, Tier
 
@@ -171,7 +172,7 @@ UNMEASURED = CostModel(
     dram=TransferRate(bytes_per_s=25e9, fixed_s=0.001, samples=0),  # PCIe 4.0 x16
     ssd=TransferRate(bytes_per_s=3e9, fixed_s=0.005, samples=0),  # one NVMe drive
     kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
-    chunk_tokens=256,
+    chunk_tokens=CHUNK_TOKENS,
 )
 """The assumed costs of a machine without a measured profile. Every `samples` is 0."""
 

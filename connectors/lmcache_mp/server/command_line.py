@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from connectors.lmcache_mp.wire import MODULE
-from continuum_lmcache.connector_names import SERVER_ARGS
+from continuum_lmcache.connector_names import CHUNK_TOKENS, SERVER_ARGS
 from continuum_lmcache.errors import ConfigError
 
 HOST = "127.0.0.1"
-CHUNK_TOKENS = 256
 DISK = {"type": "fs_native", "use_odirect": True}  # of L2
 EVICTING = {"eviction": {"eviction_policy": "LRU"}}  # where it has a size
 
