@@ -56,7 +56,7 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
                     "set lmcache.mp.port to another port"
                 ) from error
         try:
-            with all_gpus(gpus), variables({STARTED_BY: str(os.getpid())}):
+            with variables(all_gpus(gpus) | {STARTED_BY: str(os.getpid())}):
                 yield
         except ConnectionError as error:
             raise ServerError(f"LMCache's server did not start, and said why above: {error}") from error
@@ -108,18 +108,15 @@ def find_server(extra: Mapping[str, Any]) -> None:
         )
 
 
-@contextlib.contextmanager
-def all_gpus(count: int) -> Iterator[None]:
-    """Show processes started meanwhile all `count` GPUs of the machine, this process's own first.
+def all_gpus(count: int) -> dict[str, str]:
+    """The variable that shows a process all `count` GPUs of the machine, this process's own first.
 
     A server that sees only the first engine's GPUs could not copy to those of a second engine.
     """
     own = [one.strip() for one in os.environ.get(GPUS, "").split(",")]
     if not all(one.isdecimal() for one in own):  # none is hidden, or they have names
-        yield
-        return
-    with variables({GPUS: ",".join([*own, *(str(n) for n in range(count) if str(n) not in own)])}):
-        yield
+        return {}
+    return {GPUS: ",".join([*own, *(str(n) for n in range(count) if str(n) not in own)])}
 
 
 @contextlib.contextmanager

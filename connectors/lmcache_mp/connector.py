@@ -40,7 +40,6 @@ from connectors.lmcache_mp.startup import (
     apply_defaults,
     caller,
     first_answer,
-    kv_bytes_of_rank,
     translate,
     warn_of_small_l1,
     warn_of_versions,
@@ -52,6 +51,7 @@ from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
@@ -93,7 +93,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         is_first_worker = role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0
         with one_start(transfer_config(vllm_config).kv_connector_extra_config, is_first_worker):
             super().__init__(vllm_config, role, kv_cache_config)
-        self._kv_bytes_per_token = kv_bytes_of_rank(vllm_config, kv_cache_config)
+        self._kv_bytes_per_token = kv_bytes_per_token(kv_cache_config)
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
         adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"
         if role == KVConnectorRole.SCHEDULER:
