@@ -151,11 +151,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
         drop_invalid(request)
-        if request.skip_reading_prefix_cache:
-            return
-        if self._eager_prefetch and not request.resumable:
+        if self._eager_prefetch and not (request.resumable or request.skip_reading_prefix_cache):
             self._note_lookup(request, self._get_or_create_request_tracker(request))
-        super().on_new_request(request)
+            super().on_new_request(request)
 
     def _note_lookup(self, request: Request, tracker: Tracker) -> None:
         self._leases.on_lookup(tracker)

@@ -180,10 +180,10 @@ UNMEASURED = CostModel(
 def kv_bytes_per_token(kv_cache_config: Any) -> int:
     """Bytes of one token's KV on one rank, over all layers, by vLLM's KVCacheConfig.
 
-    For layers with one block table the scheduler's config has one spec. Its tensors (vLLM 0.32) have
+    For layers with one block table the scheduler's config has one spec. Its tensors have
     each layer's page: the smaller one of two strides, since layers or blocks may come first.
     """
-    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "layer_stride")]
+    tensors = kv_cache_config.kv_cache_tensors
     pages = {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
     total = 0.0
     for group in kv_cache_config.kv_cache_groups:
