@@ -16,4 +16,3 @@ LMCACHE_PREFIX = "lmcache."
 MP_PREFIX = LMCACHE_PREFIX + "mp."
 AUTOSTART = MP_PREFIX + "autostart"
 SERVER_ARGS = AUTOSTART + ".server_args"
-CHUNK_TOKENS = 256  # LMCache's default

@@ -27,9 +27,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.connector_names import CHUNK_TOKENS
 from continuum_lmcache.errors import ProfileError
-from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS, CostModel
 from profiles.copy_timing import Mover, time_copies
 from profiles.disk_timing import chunk_files, time_disk
 from profiles.engine_timing import Engine

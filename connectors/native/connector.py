@@ -21,10 +21,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    DirectionalTransferStats,
-    OffloadingWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -129,7 +126,12 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, OffloadingWorkerMetadata):
-            self._moved += self._timed(reported.transfer_stats.load)
+            load = reported.transfer_stats.load  # their sizes, and the sum of their times
+            self._moved += (
+                KVTransfer(Tier.DRAM, round(n / self._bytes_per_token), int(n), load.time * n / load.bytes)
+                for n in load.sizes
+                if n
+            )
         super().update_connector_output(connector_output)
 
     def reset_cache(self) -> bool | None:
@@ -147,6 +149,11 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
                 status.max_offload_tokens = 0
         return done
 
+    def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
+        step = self._group.hashes_per_chunk
+        end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
+        return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))
+
     def _restart(self, request: Request) -> None:
         """Forget what no longer holds of a streaming session that has its next input: vLLM up to 0.32 would
         add all its blocks to those it had, and go on with the name of a chunk that had ended with the token
@@ -158,21 +165,3 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
                 names.pop()
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(names))
             state.block_ids.clear()
-
-    def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
-        step = self._group.hashes_per_chunk
-        end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
-        return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))
-
-    def _timed(self, moved: DirectionalTransferStats) -> list[KVTransfer]:
-        """Each load of a report, which has their sizes and the sum of their times."""
-        return [
-            KVTransfer(
-                Tier.DRAM,
-                tokens=round(size / self._bytes_per_token),
-                size_bytes=int(size),
-                duration_s=moved.time * size / moved.bytes,
-            )
-            for size in moved.sizes
-            if size
-        ]

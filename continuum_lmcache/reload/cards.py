@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from continuum_lmcache.connector_names import CHUNK_TOKENS
-from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS, CostModel, PrefillCurve, TransferRate
 
 STEP_S = 0.004  # vLLM's own time per step, assumed; nearer to 0.0008 on one H200 (experiments/records/gpu.md)
 COPY_FIXED_S = 0.001  # assumed

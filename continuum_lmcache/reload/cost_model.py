@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from continuum_lmcache.connector_names import CHUNK_TOKENS
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.types import Residency, Tier
 
+CHUNK_TOKENS = 256  # LMCache's default
 CERTAIN: Mapping[Tier, float] = {}  # every tier keeps what it holds
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from connectors.lmcache_mp.wire import MODULE
-from continuum_lmcache.connector_names import CHUNK_TOKENS, SERVER_ARGS
+from continuum_lmcache.connector_names import SERVER_ARGS
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS
 
 HOST = "127.0.0.1"
 DISK = {"type": "fs_native", "use_odirect": True}  # of L2
