@@ -154,7 +154,6 @@ class WeightsVersion:
         self.number = b""  # random; empty: the checkpoint's weights, which engines may share
 
     def renew(self) -> None:
-        """The weights may be others from now on."""
         logger.debug("KV that LMCache's tiers hold counts as other weights' from now on")
         self.number = secrets.token_bytes(16)
 

@@ -21,13 +21,13 @@ from continuum_lmcache.console.doctor import DoctorQuery, planned
 from continuum_lmcache.console.machine_specs import machine
 from continuum_lmcache.errors import ConfigError, ContinuumError, TraceError
 from experiments.selection import Selection
+from experiments.sim.datasheets import sections
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sim.serving import STOCK, Setup
 from experiments.sim.step_time import Machine
 from experiments.tables import markdown
 from experiments.workload import Program
-from profiles.datasheets import sections
 
 GAIN, TIE = 1.1, 1.03  # ratios of mean job times; on a real server a row run again differs by more than a tie
 MOST_PROGRAMS = 40  # the first to arrive: enough to fill a card, and some minutes of a core

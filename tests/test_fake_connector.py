@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from connectors.fake.scheduler_side import FakeConfig, FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeSchedulerSide
 from connectors.tier_model.lru_tier import chunk_names
+from connectors.tier_model.tier_spec import TierSpec
 
 
 def a_planner() -> FakeSchedulerSide:
-    config = FakeConfig(dram_gb=1.0, chunk_tokens=8)
+    config = TierSpec(dram_gb=1.0, chunk_tokens=8)
     return FakeSchedulerSide(config, bytes_per_token=250, block_tokens=4, clock=lambda: 0.0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from connectors.fake.scheduler_side import FakeConfig, FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeSchedulerSide, tiers_of
 from connectors.tier_model.lru_tier import chunk_names
 from connectors.tier_model.tier_spec import GB, TierSpec
 from connectors.tier_model.two_tier_cache import TwoTierCache
@@ -120,12 +120,12 @@ def test_tenants_and_adapters_do_not_share(of_request: dict[str, Any], offered: 
 )
 def test_a_setting_that_cannot_be_meant_is_refused(extra: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        FakeConfig.load(extra)
+        tiers_of(extra)
 
 
 def test_chunks_must_be_whole_blocks() -> None:
     with pytest.raises(ConfigError, match="chunk_tokens is 256.*a multiple of the engine's blocks of 96"):
-        FakeSchedulerSide(FakeConfig(), bytes_per_token=1, block_tokens=96, clock=lambda: 0.0)
+        FakeSchedulerSide(TierSpec(), bytes_per_token=1, block_tokens=96, clock=lambda: 0.0)
 
 
 class Tiers(RuleBasedStateMachine):

@@ -81,7 +81,7 @@ def test_a_prompt_that_was_located_once_is_located_by_vllms_block_hashes_alone()
     poller = TierPoller(lambda *_: msgspec.msgpack.encode(ANSWER), ChangesRequest("m", 1))
     tiers = MpTiers(poller, TokenHasher(CHUNK, "blake3"), bytes_per_token=8, block_tokens=CHUNK // 2)
     tokens, hashes = prompt(1, 3), [b"%d" % block for block in range(6)]
-    names = list(tiers._names(tokens, ""))
+    names = list(tiers._names(tokens, "", ()))
     poller.mirror._stored[0].update(names[:2])
     assert tiers.locate(tokens, "", hashes) == TierHit(2 * CHUNK, 0)
     assert tiers.locate(Unread(tokens), "", hashes) == TierHit(2 * CHUNK, 0)
@@ -434,7 +434,7 @@ def test_a_preemption_waits_once_for_a_silent_server_and_not_at_all_for_one_that
     assert not rig.adapter.is_healthy and rig.worker._clock.now_s == 0.0
     assert ended(rig, "store") == ({"store"}, {"load"}, {0, 1})
     rig.adapter._health_event.set()
-    times_s = iter(range(0, 10**6, 10))
+    times_s = iter(range(10**6))
     rig.worker._clock = lambda: float(next(times_s))
     for request_id in "ab":
         rig.adapter.submit_store_request(request_id, op(prompt(2, 2), 0, 2 * CHUNK), None)

@@ -95,7 +95,7 @@ def test_random_damage_between_servers_gives_no_wrong_kv_and_costs_no_whole_chun
 
 
 def _is_of(rig: MpEngine, token_ids: list[int], name: str) -> bool:
-    return any(chunk.hex() in name for chunk in rig.tiers._names(token_ids, ""))
+    return any(chunk.hex() in name for chunk in rig.tiers._names(token_ids, "", ()))
 
 
 def test_files_of_stock_lmcache_are_not_believed_and_an_eviction_frees_them_first(tmp_path: Path) -> None:

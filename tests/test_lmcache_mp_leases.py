@@ -21,8 +21,8 @@ from waiting import wait_for
 
 from connectors.kv_names import AdapterNames, WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
-from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.tier_mirror import MAX_AGE_S
+from connectors.lmcache_mp.tracker import ReadLeases
 from continuum_lmcache.reload.tier_store import Prefix, TierHit
 from continuum_lmcache.types import Residency
 
@@ -64,7 +64,6 @@ def waiting_request(
         _eager_prefetch=False,
         _loading=set(),
         _ended_while_loading=set(),
-        _found={},
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
     )
     request = SimpleNamespace(
@@ -117,9 +116,9 @@ def renewals(connector: Any) -> list[str]:
     given_back: list[str] = []
     stock = connector._leases.release
 
-    def release(request_id: str, *args: Any) -> None:
-        given_back.append(request_id)
-        stock(request_id, *args)
+    def release(tracker: Any) -> None:
+        given_back.append(tracker.request_id)
+        stock(tracker)
 
     connector._leases.release = release
     return given_back
@@ -176,7 +175,7 @@ def test_a_request_that_ends_before_its_load_unlocks_what_was_found(waiting: Wai
 def test_a_request_that_ends_before_its_lookup_leaves_nothing_behind(waiting: Waiting) -> None:
     _, connector, request, _ = waiting
     assert connector.request_finished(request, []) == (True, None)
-    assert connector.request_trackers == connector._found == connector._leases._submitted_s == {}
+    assert connector.request_trackers == {} and connector.hit_at_lookup("waits") is None
 
 
 def test_a_return_whose_answer_never_comes_holds_its_request_for_no_longer_than_a_message_may_take(
@@ -188,14 +187,14 @@ def test_a_return_whose_answer_never_comes_holds_its_request_for_no_longer_than_
     clock.now_s = 101.0
     connector.get_num_new_matched_tokens(request, 0)
     lost = SimpleNamespace(query=lambda: False)
-    returning = connector._leases._returning
-    returning["waits"] = returning["waits"]._replace(replies=[lost])
+    tracker = connector.request_trackers["waits"]
+    tracker.returning = tracker.returning[0], [lost]
     for _ in range(3):
         assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
     clock.now_s += rig.scheduler._mq_timeout + 1.0
     assert look_up(connector, request) == 2 * CHUNK
+    assert tracker.returning is None
     connector.request_finished(request, [])
-    assert not returning
 
 
 def has_asked(connector: Any) -> bool:

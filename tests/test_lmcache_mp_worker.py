@@ -104,7 +104,7 @@ def test_a_store_that_lmcache_leaves_out_is_not_taken_for_the_one_before_it() ->
     gpu.worker.store("r", LoadStoreOp([], [[]], 0, 1024), launched)
     gpu.worker._store = lambda *_: None
     gpu.worker.store("r", LoadStoreOp([], [[]], 1024, 3072), launched)
-    assert [store.tokens for store in gpu.worker._running] == [1024]
+    assert [store.tokens for store in gpu.worker.watch.running] == [1024]
 
 
 def test_a_future_is_asked_by_one_thread_at_a_time() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("lmcache.integration.vllm.mp_server_launcher")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.lmcache_mp.autostart import all_gpus, one_start
+from connectors.lmcache_mp.autostart import all_gpus, one_start, variables
 from connectors.lmcache_mp.server import machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.translation import (
@@ -277,6 +277,6 @@ def test_the_server_sees_all_gpus_and_the_engines_own_first(
     mine: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mine)
-    with all_gpus(4):
+    with variables(all_gpus(4)):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == shown
     assert os.environ["CUDA_VISIBLE_DEVICES"] == mine

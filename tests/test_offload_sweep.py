@@ -146,7 +146,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 def test_a_simulated_row_is_made_anew_when_its_machine_changes() -> None:
     for kind in ("point", "sessionpoint"):
         files = {path for pattern in CODE[kind] for path in ROOT.glob(pattern)}
-        assert {PROFILES / f"{PAIR}.yaml", PROFILES / "datasheets.py"} <= files
+        assert {PROFILES / f"{PAIR}.yaml", ROOT / "experiments/sim/datasheets.py"} <= files
 
 
 OWN = """

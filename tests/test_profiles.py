@@ -7,7 +7,7 @@ import yaml
 
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.types import Residency
-from profiles.datasheets import KV_TOKENS, derived, path_of
+from experiments.sim.datasheets import KV_TOKENS, derived, path_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "profiles"
 PROFILES = sorted(FOLDER.glob("*.yaml"))

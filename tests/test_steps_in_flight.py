@@ -75,4 +75,4 @@ def test_a_step_is_charged_with_its_own_seconds(cls: Any, make: Any) -> None:
     bench.run_until_idle()
     assert len(bench.ratios) >= 12
     assert min(bench.ratios) > 0.98 and max(bench.ratios) < 1.08
-    assert math.exp(bench.engine.learned.rates.pace.log_slower) == pytest.approx(1.0, abs=0.03)
+    assert math.exp(bench.engine.learned.rates.drifts["prefill"].log_slower) == pytest.approx(1.0, abs=0.03)

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from connectors.fake.scheduler_side import FakeConfig, FakeMetadata, FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide, tiers_of
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import Namer, chunk_names
 from connectors.transfer_config import transfer_config
@@ -42,7 +42,7 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, *args: Any
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config, *args)
-        self.config = FakeConfig.load(transfer_config(vllm_config).kv_connector_extra_config)
+        self.config = tiers_of(transfer_config(vllm_config).kv_connector_extra_config)
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             raise ConfigError(f"the model keeps {len(groups)} groups of KV; FakeConnector moves one alone")
@@ -53,7 +53,7 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
                 self.config, bytes_per_token, spec.block_size, time.monotonic, self.namer
             )
         else:
-            self.worker = FakeWorkerSide(self.config.corrupt)
+            self.worker = FakeWorkerSide()
 
     # TierStore, in the scheduler
 
@@ -65,7 +65,6 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
         self.scheduler_side.load_selector = select
 
     def transfers(self) -> list[KVTransfer]:
-        """The loads since the last call, oldest first, by the rates."""
         return self.scheduler_side.store.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:
@@ -98,7 +97,6 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
         return False, None  # stores end with their step: the blocks are free at once
 
     def reset_cache(self) -> bool:
-        self.scheduler_side.store.clear()
         self.scheduler_side.reset()
         return True
 

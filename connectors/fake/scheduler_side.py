@@ -22,19 +22,12 @@ from continuum_lmcache.types import Tier, TurnId
 PREFIX = "fake."
 
 
-@dataclass(frozen=True, slots=True)
-class FakeConfig(TierSpec):
-    """`fake.*` keys of kv_connector_extra_config: the tiers, and a fault for tests."""
-
-    corrupt: bool = False  # load nothing, but report it as loaded: a test that still passes checks nothing
-
-    @classmethod
-    def load(cls, extra: Mapping[str, Any]) -> FakeConfig:
-        """From a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
-        kinds = {f.name: str(f.type) for f in fields(cls)}
-        given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
-        refuse_unknown(given, kinds, PREFIX, "kv_connector_extra_config")
-        return cls(**{k: parsed(PREFIX + k, value, kinds[k]) for k, value in given.items()})
+def tiers_of(extra: Mapping[str, Any]) -> TierSpec:
+    """By a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
+    kinds = {f.name: str(f.type) for f in fields(TierSpec)}
+    given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+    refuse_unknown(given, kinds, PREFIX, "kv_connector_extra_config")
+    return TierSpec(**{k: parsed(PREFIX + k, value, kinds[k]) for k, value in given.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +74,7 @@ class FakeSchedulerSide:
 
     def __init__(
         self,
-        config: FakeConfig,
+        config: TierSpec,
         bytes_per_token: int,
         block_tokens: int,
         clock: Callable[[], float],
@@ -136,7 +129,6 @@ class FakeSchedulerSide:
         self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
 
     def step(self, output: SchedulerOutput) -> FakeMetadata:
-        """The work of this step, in the order in which it was planned."""
         self._note_blocks(output)
         stores = []
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
@@ -146,7 +138,8 @@ class FakeSchedulerSide:
         return FakeMetadata(loads, stores, self.store.take_evicted())
 
     def reset(self) -> None:
-        """The tiers were emptied, perhaps since the weights are others: what requests hold is not stored."""
+        """Empty the tiers, perhaps since the weights are others: what requests hold is not stored."""
+        self.store.clear()
         for seen in self.tracked.values():
             seen.is_stale = bool(seen.block_ids)
 

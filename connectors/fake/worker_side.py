@@ -20,7 +20,6 @@ class FakeWorkerSide:
     The layout within a block is private to the attention backend, so only whole blocks are moved.
     """
 
-    corrupt: bool = False  # load nothing, but report it as loaded
     layers: list[torch.Tensor] = field(default_factory=list)  # vLLM's KV, [num_blocks, ...] each
     chunks: dict[ChunkName, list[torch.Tensor]] = field(default_factory=dict)
     loading: dict[str, float] = field(default_factory=dict)  # loads, by when they end
@@ -63,8 +62,6 @@ class FakeWorkerSide:
             raise InvariantError(
                 f"chunk {copy.name!r} is in the scheduler's index, but the worker does not have its bytes"
             )
-        if self.corrupt:
-            return
         index = torch.tensor(copy.block_ids)
         for kv, saved in zip(self.layers, self.chunks[copy.name], strict=True):
             kv.index_copy_(0, index.to(kv.device), saved[copy.first :].to(kv.device))

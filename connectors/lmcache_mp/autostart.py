@@ -47,9 +47,16 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
         if check_machine(extra):
             logger.info("LMCache's server runs on port %d already; it is used, with its own sizes", port)
         else:
-            _unlink(leftover_pool(shm_name(port)))  # no server has the port, so none has the memory
+            leftover = leftover_pool(shm_name(port))
+            try:
+                leftover.unlink(missing_ok=True)  # no server has the port, so none has the memory
+            except OSError as error:
+                raise ConfigError(
+                    f"{leftover}, an LMCache server's shared memory, cannot be removed ({error.strerror}); "
+                    "set lmcache.mp.port to another port"
+                ) from error
         try:
-            with all_gpus(gpus), variables({STARTED_BY: str(os.getpid())}):
+            with variables(all_gpus(gpus) | {STARTED_BY: str(os.getpid())}):
                 yield
         except ConnectionError as error:
             raise ServerError(f"LMCache's server did not start, and said why above: {error}") from error
@@ -71,7 +78,10 @@ def locked(port: int) -> Iterator[None]:
         if os.fstat(file.fileno()).st_uid != os.getuid():
             raise theirs
         end_s, told = time.monotonic() + LOCK_S, False
-        while not _take(file.fileno()):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if not told:
                 logger.info("Another engine starts LMCache's server on port %d; this one waits for it", port)
             if time.monotonic() > end_s:
@@ -82,24 +92,6 @@ def locked(port: int) -> Iterator[None]:
             told = True
             time.sleep(0.2)
         yield
-
-
-def _take(held: int) -> bool:
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlink(leftover: Path) -> None:
-    try:
-        leftover.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{leftover}, an LMCache server's shared memory, cannot be removed ({error.strerror}); set "
-            "lmcache.mp.port to another port"
-        ) from error
 
 
 def find_server(extra: Mapping[str, Any]) -> None:
@@ -116,18 +108,15 @@ def find_server(extra: Mapping[str, Any]) -> None:
         )
 
 
-@contextlib.contextmanager
-def all_gpus(count: int) -> Iterator[None]:
-    """Show processes started meanwhile all `count` GPUs of the machine, this process's own first.
+def all_gpus(count: int) -> dict[str, str]:
+    """The variable that shows a process all `count` GPUs of the machine, this process's own first.
 
     A server that sees only the first engine's GPUs could not copy to those of a second engine.
     """
     own = [one.strip() for one in os.environ.get(GPUS, "").split(",")]
     if not all(one.isdecimal() for one in own):  # none is hidden, or they have names
-        yield
-        return
-    with variables({GPUS: ",".join([*own, *(str(n) for n in range(count) if str(n) not in own)])}):
-        yield
+        return {}
+    return {GPUS: ",".join([*own, *(str(n) for n in range(count) if str(n) not in own)])}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
     vLLM: scheduler            vLLM: worker(s)               lmcache server
     tier_mirror.py      <---- changes and lookups, polled every 0.1 s --- server/module.py, lookup_log.py
-    read_leases.py      ----- lookups, renewed --------------------------> L1 (DRAM), L2 (disk)
+    tracker.py          ----- lookups, renewed --------------------------> L1 (DRAM), L2 (disk)
                                worker.py <--------- loads, stores ------ shared memory or CUDA IPC
 
 L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own load,
@@ -20,14 +20,13 @@ from typing import Any, cast
 
 import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
-from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -35,26 +34,26 @@ from vllm.v1.request import Request
 from connectors.kv_names import AdapterNames, WeightsVersion, kv_fingerprint
 from connectors.lmcache_mp.autostart import find_server, one_start
 from connectors.lmcache_mp.load_join import MpReport
-from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.server.machine import check_machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import (
     apply_defaults,
     caller,
     first_answer,
-    kv_bytes_of_rank,
     translate,
     warn_of_small_l1,
     warn_of_versions,
 )
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
+from connectors.lmcache_mp.tracker import ReadLeases, Tracker
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
-from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 from continuum_lmcache.reload.load_policy import residency_of_offer
-from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, Prefix, TierHit, TierStore
+from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
 
 
@@ -68,7 +67,11 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         """Raise ConfigError, one line, for settings that are unknown or known to fail.
 
         The user's LMCache settings become options of the server in `vllm_config` (translation.py)."""
-        refuse_kv_of_more_than_tokens(vllm_config)
+        if vllm_config.model_config.enable_prompt_embeds:
+            raise ConfigError(
+                "LMCache 0.5.6 does not tell prompt embeddings apart: it would load one prompt's KV for "
+                "another; drop --enable-prompt-embeds or the KV connector"
+            )
         translate(vllm_config, log)
         if log:  # before engines start
             check_machine(transfer_config(vllm_config).kv_connector_extra_config)
@@ -90,8 +93,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         is_first_worker = role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0
         with one_start(transfer_config(vllm_config).kv_connector_extra_config, is_first_worker):
             super().__init__(vllm_config, role, kv_cache_config)
-        self._kv_bytes_per_token = kv_bytes_of_rank(vllm_config, kv_cache_config)
-        self._worker: MpWorkerSide | None = None
+        self._kv_bytes_per_token = kv_bytes_per_token(kv_cache_config)
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
         adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"
         if role == KVConnectorRole.SCHEDULER:
@@ -109,7 +111,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len, block_tokens)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._version, self._adapters = WeightsVersion(), AdapterNames()
-        self._found: dict[str, TierHit] = {}
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
@@ -134,12 +135,11 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         return self._tiers.capacity_tokens()
 
     def faults(self) -> Mapping[str, int]:
-        """Of the server's disk."""
         return self._poller.faults
 
     def hit_at_lookup(self, request_id: str) -> TierHit | None:
-        """Where the request's KV was at its first lookup, before L2's part was read into L1."""
-        return self._found.get(request_id)
+        tracker = self.request_trackers.get(request_id)
+        return tracker.hit if tracker is not None else None
 
     @property
     def is_up(self) -> bool:
@@ -151,19 +151,15 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
         drop_invalid(request)
-        if request.skip_reading_prefix_cache:
-            return
-        if self._eager_prefetch and not request.resumable:
+        if self._eager_prefetch and not (request.resumable or request.skip_reading_prefix_cache):
             self._note_lookup(request, self._get_or_create_request_tracker(request))
-        super().on_new_request(request)
+            super().on_new_request(request)
 
-    def _note_lookup(self, request: Request, tracker: Any) -> None:
-        """Note that the request's lookup is submitted now, or was before."""
-        self._leases.on_lookup(request.request_id)
-        if request.request_id not in self._found:
-            self._found[request.request_id] = self._locate(request, tracker)
+    def _note_lookup(self, request: Request, tracker: Tracker) -> None:
+        self._leases.on_lookup(tracker)
+        tracker.hit = tracker.hit or self._locate(request, tracker)
 
-    def _locate(self, request: Request, tracker: Any) -> TierHit:
+    def _locate(self, request: Request, tracker: Tracker) -> TierHit:
         """Where its KV is. Of an image LMCache's tokens are not vLLM's."""
         block_hashes = () if request.mm_features else request.block_hashes
         return self._tiers.locate(tracker.get_token_ids(), tracker.cache_salt, block_hashes)
@@ -179,35 +175,33 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             # store blocks before they are computed
             return 0, False
         if tracker.loads is not False:
-            if self._leases.renew_if_old(request.request_id, tracker):
+            if self._leases.renew_if_old(tracker):
                 return None, True
-            is_waiting = tracker.state == LMCacheMPRequestState.PREFETCHING
-            has_asked = not is_waiting or self._leases.has_lookup(request.request_id)
+            has_asked = tracker.asked_s is not None or not tracker.is_waiting
             if has_asked or self._needs_lookup(request, tracker, num_computed_tokens):
                 return self._asked(request, tracker, num_computed_tokens)
         # the GPU may hold more now than before; LMCache counts from this number
         align = self._hit_alignment_tokens
-        tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
+        tracker.computes(num_computed_tokens // align * align, tracker.num_stored_tokens)
         return 0, False
 
-    def _asked(self, request: Request, tracker: Any, computed_tokens: int) -> tuple[int | None, bool]:
+    def _asked(self, request: Request, tracker: Tracker, computed_tokens: int) -> tuple[int | None, bool]:
         """LMCache's answer, for which it submits the lookup if that was not done. What it finds beyond the
         mirror is loaded as a whole or not at all."""
         tracker.no_lookup = None
         self._note_lookup(request, tracker)
-        if tracker.state == LMCacheMPRequestState.PREFETCHING:
-            # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
-            # tokens as computed, and stores their blocks before they are computed
-            tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
+        if tracker.is_waiting:
+            tracker.computes(0, 0)
         found, is_async = super().get_num_new_matched_tokens(request, computed_tokens)
         if not found:
             return found, is_async
-        if self._leases.renew_if_old(request.request_id, tracker):
+        if self._leases.renew_if_old(tracker):
             return None, True  # an eager lookup's answer arrives late
         where = Residency(computed_tokens, found, 0, request.num_tokens)
         if tracker.loads is None and not self.load_selector(TurnId(request.request_id), where):
-            self._leases.release(request.request_id, tracker)  # it stays stored: LMCache need not do so again
-            tracker.num_lmcache_hit_tokens, tracker.loads = 0, False
+            self._leases.release(tracker)  # it stays stored: LMCache need not do so again
+            tracker.computes(tracker.num_vllm_hit_tokens, tracker.num_stored_tokens)
+            tracker.loads = False
             return 0, False
         return found, is_async
 
@@ -229,35 +223,31 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         """Whether these weights computed all KV of the request."""
         return bool(self.request_trackers[moved.request_id].weights == self._version.number)
 
-    def _get_or_create_request_tracker(self, request: Request) -> Any:
-        known = self.request_trackers.get(request.request_id)
+    def _get_or_create_request_tracker(self, request: Request) -> Tracker:
         tracker = super()._get_or_create_request_tracker(request)
-        if tracker is not known:
-            tracker.cache_salt = self._version.salt(
-                tracker.cache_salt, self._adapters.of(request.lora_request)
-            )
-            tracker.weights = self._version.number
-            tracker.loads = None  # until the selector has chosen; False: it computes what it could load
-            tracker.no_lookup = None  # else what the GPU had, and the mirror's number, when none was needed
+        if not isinstance(tracker, Tracker):
+            tracker = Tracker(request, *self._names(request))
+            self.request_trackers[request.request_id] = tracker
         return tracker
 
-    def _tracker_of_these_weights(self, request: Request) -> Any:
-        """LMCache's tracker of a waiting request, anew if the weights have changed since it was made; None:
-        its lookup must end first."""
-        tracker, request_id = self._get_or_create_request_tracker(request), request.request_id
-        if tracker.weights == self._version.number or tracker.state != LMCacheMPRequestState.PREFETCHING:
-            return tracker
-        if self._leases.has_lookup(request_id):
-            if self.scheduler_adapter.check_lookup_result(request_id) is None:
-                return None
-            self._leases.release(request_id, tracker)
-        self.scheduler_adapter.cleanup_lookup_result(request_id)
-        if request_id in self._found:  # the server has begun a session, which ends with the request
-            self._found[request_id] = NOTHING
-        del self.request_trackers[request_id]
-        return self._get_or_create_request_tracker(request)
+    def _names(self, request: Request) -> tuple[str, bytes]:
+        """The salt of its KV as of now, and the weights' number."""
+        salt = self._version.salt(request.cache_salt or "", self._adapters.of(request.lora_request))
+        return salt, self._version.number
 
-    def _needs_lookup(self, request: Request, tracker: Any, computed_tokens: int) -> bool:
+    def _tracker_of_these_weights(self, request: Request) -> Tracker | None:
+        """A waiting request's, begun anew if the weights have changed; None: its lookup must end first."""
+        tracker, request_id = self._get_or_create_request_tracker(request), request.request_id
+        if tracker.weights != self._version.number and tracker.is_waiting:
+            if tracker.asked_s is not None:
+                if self.scheduler_adapter.check_lookup_result(request_id) is None:
+                    return None
+                self._leases.release(tracker)
+            self.scheduler_adapter.cleanup_lookup_result(request_id)
+            tracker.begin(*self._names(request))
+        return tracker
+
+    def _needs_lookup(self, request: Request, tracker: Tracker, computed_tokens: int) -> bool:
         """Whether the tiers hold more of the prompt than the GPU, and to load it pays. Of a part that pays
         the lookup is submitted here.
 
@@ -288,47 +278,31 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                 return True
         elif not self._poller.knows_all and 2 * computed_tokens < request.num_tokens:
             return True
-        tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, stored.tokens  # not stored again
+        tracker.num_stored_tokens = stored.tokens  # not stored again
         tracker.no_lookup = (computed_tokens, number)
         return False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._leases.forget(request.request_id)
-        self.request_trackers[request.request_id].loads = None
+        tracker = self.request_trackers[request.request_id]
+        tracker.asked_s = tracker.returning = tracker.loads = None  # its load, or LMCache, ends the lease
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:
-            self._recount_after_failed_load(request)
+            chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
+            tracker.after_failed_load(request.num_computed_tokens, chunk_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def _recount_after_failed_load(self, request: Request) -> None:
-        """Correct LMCache's counts after a failed load: it counts as computed what it had found, and stores
-        blocks too early. If vLLM has nothing of the prompt, LMCache itself restarts the count."""
-        tracker, computed = self.request_trackers[request.request_id], request.num_computed_tokens
-        if tracker.state == LMCacheMPRequestState.READY and computed < tracker.num_lmcache_hit_tokens - 1:
-            tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens = computed, 0
-            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-            tracker.num_stored_tokens = computed // chunk * chunk
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
-            self._recount_session(new)
+            self.request_trackers[new.req_id].after_more_input(new.num_computed_tokens)
         meta = super().build_connector_meta(scheduler_output)
         meta.requests = [each for each in meta.requests if each.direction != "STORE" or self._is_pure(each)]
         meta.server_is_up = self._poller.is_up  # otherwise the worker would wait to find out
         meta.ended_while_loading = self._ended_while_loading & scheduler_output.finished_req_ids
         self._ended_while_loading -= meta.ended_while_loading
         return meta
-
-    def _recount_session(self, new: NewRequestData) -> None:
-        """Count what vLLM has computed of a streaming session that goes on. LMCache 0.5.6 counts rejected
-        drafts as computed. Once the session has more input it would store that much of it too early."""
-        tracker = self.request_trackers[new.req_id]
-        if tracker.num_scheduled_tokens:  # of an earlier input
-            hits = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
-            tracker.num_scheduled_tokens = new.num_computed_tokens - hits
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
@@ -340,13 +314,11 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         # without this, a request that ends before its load keeps its chunks locked until the lease ends;
         # a request that was never first in the queue has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
-            self._leases.release(request.request_id, tracker)
-        self._leases.forget(request.request_id)
-        self._found.pop(request.request_id, None)
+            self._leases.release(tracker)
+        elif "cached_token_stats" in (request.kv_transfer_params or {}):
+            self._get_or_create_request_tracker(request)  # LMCache fails without one
         if request.request_id in self._loading:
             self._ended_while_loading.add(request.request_id)
-        if "cached_token_stats" in (request.kv_transfer_params or {}):
-            self._get_or_create_request_tracker(request)  # LMCache fails without one
         is_storing, parameters = super().request_finished(request, block_ids)
         return is_storing, parameters
 
@@ -370,13 +342,13 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker is not None and getattr(kv_connector_metadata, "need_flush_before_forward", False):
+        if getattr(kv_connector_metadata, "need_flush_before_forward", False):
             self._worker.await_stores()
         super().handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and not cast(Any, connector_metadata).server_is_up:
+        if not cast(Any, connector_metadata).server_is_up:
             self._worker.mark_server_down()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -385,9 +357,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         LMCache 0.5.6 reports it at once, as stored: vLLM frees blocks that the load still writes, and fails
         on the second report (vllm/v1/core/sched/scheduler.py:3223, 3234).
         """
-        if self._worker is None:
-            stored, loaded = super().get_finished(finished_req_ids)
-            return stored, loaded
         self._worker.poll()
         ended_while_loading: set[str] = self._get_connector_metadata().ended_while_loading
         with self._worker.without_giving_up():
@@ -404,14 +373,13 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             super().wait_for_save()
 
     def build_connector_worker_meta(self) -> MpReport | None:
-        return self._worker.report() if self._worker is not None else None
+        return self._worker.report()
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
             self._poller.close()
-        if self._worker is not None:
-            self._worker.watch.close()
+        if (worker := getattr(self, "_worker", None)) is not None:
+            worker.watch.close()
         super().shutdown()
-        launcher = getattr(self.worker_adapter, "_mp_server_launcher", None) if self._worker else None
-        if launcher is not None:
+        if worker is not None and (launcher := self.worker_adapter._mp_server_launcher) is not None:
             launcher.shutdown()  # an engine in the user's own process would leave the server behind

@@ -39,7 +39,13 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """The extra config for LMCache, and which of its defaults are ours. Raises ConfigError."""
     given = {name.removeprefix(MP): value for name, value in extra.items() if name.startswith(MP)}
     refuse_unknown(given, NAMES, MP, EXTRA)
-    _refuse_unread(extra)
+    for name in extra:
+        if name.startswith(PREFIX) and not name.startswith(MP):
+            raise ConfigError(
+                f"{name} has no effect on an LMCache server that this engine does not start; set "
+                "lmcache.mp.autostart to true, or put it on the server's command line (docs/lmcache.md)"
+            )
+    refuse_unknown([name for name in extra if not name.startswith((PREFIX, "continuum."))], (), "", EXTRA)
     for name, reason in UNSUPPORTED.items():
         if given.get(name):
             raise ConfigError(f"{MP}{name}: {reason}")
@@ -47,18 +53,6 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         raise ConfigError(f"{MP}server_urls names several servers; this connector supports one")
     ours = {name: value for name, value in OURS.items() if name not in given}
     return {**extra, **{MP + name: value for name, value in ours.items()}}, ours
-
-
-def _refuse_unread(extra: Mapping[str, Any]) -> None:
-    """Refuse a key of LMCache's own, which the MP connector would ignore."""
-    for name in extra:
-        if name.startswith(PREFIX) and not name.startswith(MP):
-            raise ConfigError(
-                f"{name} has no effect on an LMCache server that this engine does not start; set "
-                "lmcache.mp.autostart to true, or put it on the server's command line (docs/lmcache.md)"
-            )
-    others = [name for name in extra if not name.startswith((PREFIX, "continuum."))]
-    refuse_unknown(others, (), "", EXTRA)
 
 
 def server_urls(value: Any) -> list[str]:

@@ -15,7 +15,6 @@ from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequ
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
@@ -24,7 +23,6 @@ from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 
 logger = init_logger("vllm.continuum.lmcache")
 # what LMCache 0.5.6's clients raise beside OSError. ZMQ: errors of its socket, a reply to another request
@@ -42,13 +40,11 @@ LOST_S = 300.0  # a request without an answer for so long counts as lost
 LMCACHE_VERSION = metadata.version("lmcache")
 
 
-def kv_bytes_of_rank(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> int:
-    """KV bytes of a token on one rank. Before the KV cache is laid out, by the model's shape.
+def kv_bytes_of_rank(vllm_config: VllmConfig) -> int:
+    """KV bytes of a token on one rank by the model's shape, before the KV cache is laid out.
 
     The shape lacks an indexer's layers, and the scales in `fp8_ds_mla` (DeepSeek V3.2).
     """
-    if kv_cache_config is not None:
-        return kv_bytes_per_token(kv_cache_config)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
     values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()

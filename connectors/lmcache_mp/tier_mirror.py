@@ -90,7 +90,6 @@ class TierPoller:
         self.is_up = True
         self._answered_s = clock()
         self._requested_s: float | None = None  # when the request without an answer was sent
-        self._polling = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=self._poll_until_closed, name="continuum-mp-tiers", daemon=True
@@ -109,25 +108,29 @@ class TierPoller:
 
     def poll(self, timeout_s: float = ANSWER_S) -> ChangesReply:
         """One request; applies its answer. Blocks: not for the scheduler's thread. Raises OSError."""
-        with self._polling:
-            if self._requested_s is None:
-                self._requested_s = self._clock()
-            request = msgspec.structs.replace(
-                self._request, epoch=self.mirror.epoch, number=self.mirror.number
-            )
-            reply = decoded(self._call(msgspec.msgpack.encode(request), timeout_s))
-            self._count_faults(reply)
-            self.mirror.apply_report(reply)
-            self.lookups += reply.lookups
-            if reply.schedulers != self.schedulers:
-                text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
-                logger.info(text, reply.schedulers)
-            self.schedulers, self.knows_all = reply.schedulers, reply.knows_all
-            sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
-            self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
-            self.spare_bytes = reply.dram_spare_bytes
-            self._answered_s, self._requested_s = self._requested_s, None
-            return reply
+        if self._requested_s is None:
+            self._requested_s = self._clock()
+        since = {"epoch": self.mirror.epoch, "number": self.mirror.number}
+        request = msgspec.structs.replace(self._request, **since)
+        payload = self._call(msgspec.msgpack.encode(request), timeout_s)
+        try:
+            reply = msgspec.msgpack.decode(payload, type=ChangesReply)
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(
+                f"its answer cannot be read: {error}; run the same release on both sides"
+            ) from error
+        self._count_faults(reply)
+        self.mirror.apply_report(reply)
+        self.lookups += reply.lookups
+        if reply.schedulers != self.schedulers:
+            text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
+            logger.info(text, reply.schedulers)
+        self.schedulers, self.knows_all = reply.schedulers, reply.knows_all
+        sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
+        self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
+        self.spare_bytes = reply.dram_spare_bytes
+        self._answered_s, self._requested_s = self._requested_s, None
+        return reply
 
     def _count_faults(self, reply: ChangesReply) -> None:
         counted = {"damaged_chunk": reply.damaged_chunks, "failed_store": reply.failed_stores}
@@ -145,7 +148,6 @@ class TierPoller:
             self.try_poll()
 
     def try_poll(self) -> None:
-        """`poll`, and note whether the server answered."""
         try:
             self.poll()
         except OSError as error:
@@ -158,16 +160,6 @@ class TierPoller:
         if not self.is_up:
             self.is_up = True
             logger.info("LMCache's MP server answers again")
-
-
-def decoded(payload: bytes) -> ChangesReply:
-    """The server's answer. Raises ConnectionError if it is unreadable."""
-    try:
-        return msgspec.msgpack.decode(payload, type=ChangesReply)
-    except msgspec.MsgspecError as error:
-        raise ConnectionError(
-            f"its answer cannot be read: {error}; run the same release on both sides"
-        ) from error
 
 
 class MpTiers:
@@ -226,12 +218,11 @@ class MpTiers:
         return found
 
     def apply_report(self, report: MpReport) -> None:
-        """Apply the worker's timed loads, and the server's lookups."""
         lookups = [self._poller.lookups.popleft() for _ in range(len(self._poller.lookups))]
         self._transfers += self._join.join(report.loads, lookups)
 
     def _names(
-        self, token_ids: Sequence[int], salt: str, block_hashes: Sequence[Hashable] = ()
+        self, token_ids: Sequence[int], salt: str, block_hashes: Sequence[Hashable]
     ) -> Iterator[bytes]:
         """Of each full chunk, lazily, head first.
 

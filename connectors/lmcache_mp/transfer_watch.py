@@ -74,26 +74,31 @@ class TransferWatch:
             self._thread.start()
         self._is_busy.set()
 
-    def forget(self, transfer: Transfer) -> None:
+    @property
+    def running(self) -> list[Transfer]:
         with self._lock:
-            self._running = [running for running in self._running if running is not transfer]
+            return [*self._running]
 
-    def poll(self) -> None:
-        """Note which transfers have begun and ended since the last call."""
+    def remove(self, transfers: list[Transfer]) -> None:
+        with self._lock:
+            self._running = [running for running in self._running if running not in transfers]
+
+    def poll(self) -> list[Transfer]:
+        """Note which transfers have begun and ended since the last call. Returns all that have ended."""
         with self._lock:
             now_s = self._clock()
             for transfer in self._running:
                 if transfer.ready_s is None and transfer.event.query():
                     transfer.ready_s = now_s
-            ended = [t for t in self._running if t.ready_s is not None and t.future.query()]
-            if not ended:
-                return
-            self._running = [transfer for transfer in self._running if transfer not in ended]
-            began_s = max(self._link_free_s, min(t.ready_s for t in ended if t.ready_s is not None))
-            whole = max(1, sum(transfer.tokens for transfer in ended))
-            for transfer in ended:
-                transfer.duration_s = (now_s - began_s) * transfer.tokens / whole
-            self._link_free_s = now_s
+            ended = [transfer for transfer in self._running if transfer.future.query()]
+            fresh = [t for t in ended if t.ready_s is not None and t.duration_s is None]
+            if fresh:
+                began_s = max(self._link_free_s, min(t.ready_s for t in fresh if t.ready_s is not None))
+                whole = max(1, sum(transfer.tokens for transfer in fresh))
+                for transfer in fresh:
+                    transfer.duration_s = (now_s - began_s) * transfer.tokens / whole
+                self._link_free_s = now_s
+            return ended
 
     def close(self) -> None:
         self._closing = True
@@ -105,6 +110,6 @@ class TransferWatch:
         while self._is_busy.wait() and not self._closing:
             self.poll()
             with self._lock:
-                if not self._running:
+                if all(transfer.duration_s is not None for transfer in self._running):
                     self._is_busy.clear()
             time.sleep(POLL_S)

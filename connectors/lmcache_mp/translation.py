@@ -21,6 +21,7 @@ import yaml
 from lmcache.v1.config import _CONFIG_ALIASES, _CONFIG_DEFINITIONS
 
 from connectors.lmcache_mp.server.command_line import DISK, EVICTING, parsed_words, words
+from connectors.lmcache_mp.settings import server_urls
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.connector_names import AUTOSTART, EXTRA, SERVER_ARGS
@@ -173,12 +174,9 @@ def disk_adapters(
 
 def port_of(extra: Mapping[str, Any]) -> int:
     """The server's port. Raises ConfigError."""
-    urls = extra.get(MP + "server_urls")
-    if urls:
-        first = urls[0] if isinstance(urls, list) else str(urls)
-        found = urlsplit(first if "://" in first else f"tcp://{first}").port
-        if found:
-            return found
+    for url in server_urls(extra.get(MP + "server_urls") or "")[:1]:
+        if port := urlsplit(url if "://" in url else f"tcp://{url}").port:
+            return port
     return int(parsed(MP + "port", extra.get(MP + "port", 5555), "int"))
 
 

@@ -46,7 +46,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
 class ChangesReply(msgspec.Struct, frozen=True):
     """The answer. A snapshot has all chunks of the tiers as admitted, and replaces earlier changes.
 
-    One with a value out of its range is not read at all (`decoded` in tier_mirror.py)."""
+    One with a value out of its range is not read at all (`TierPoller.poll`)."""
 
     epoch: str  # of the server's process: another process has other numbers
     number: Count  # of the newest entry

@@ -31,8 +31,8 @@ from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
 from connectors.lmcache_mp.load_join import MpReport
-from connectors.lmcache_mp.read_leases import LEASE_SHARE
 from connectors.lmcache_mp.server.deadline import with_deadline
+from connectors.lmcache_mp.tracker import LEASE_SHARE
 from connectors.lmcache_mp.transfer_watch import Transfer, TransferWatch, WatchedFuture
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
@@ -59,7 +59,6 @@ class MpWorkerSide:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
         self._connection_lost = threading.Event()  # so the server that got the requests is gone
-        self._running: list[Transfer] = []
         self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
         self._fresh: list[KVTransfer] = []  # loads since the last report
@@ -110,7 +109,7 @@ class MpWorkerSide:
         where LMCache waits that long for each store.
         """
         end_s = self._clock() + self._adapter._mq_timeout
-        for transfer in [transfer for transfer in self._running if not transfer.is_load]:
+        for transfer in [transfer for transfer in self.watch.running if not transfer.is_load]:
             while not transfer.future.query():
                 if self._connection_lost.is_set() or self._clock() > end_s:
                     self.mark_server_down()  # then the adapter waits for nothing
@@ -124,9 +123,7 @@ class MpWorkerSide:
 
     def poll(self) -> None:
         """Note which transfers have ended. Called before the adapter's get_finished, which forgets them."""
-        for transfer in [transfer for transfer in self._running if transfer.future.query()]:
-            self._running.remove(transfer)
-            self._ended(transfer)
+        self._take_ended()
         self._give_up()
 
     def stored(self, reported: set[str]) -> set[str]:
@@ -136,7 +133,7 @@ class MpWorkerSide:
         has ended (LMCache/LMCache#5062). vLLM would then free blocks that are still read.
         """
         reported |= self._storing
-        self._storing = reported & {transfer.request_id for transfer in self._running if not transfer.is_load}
+        self._storing = reported & {move.request_id for move in self.watch.running if not move.is_load}
         return reported - self._storing
 
     @contextlib.contextmanager
@@ -158,12 +155,11 @@ class MpWorkerSide:
         self._connection_lost.clear()
         if connection_lost:
             self.mark_server_down()  # another server may answer the next ping, and does not know this worker
-        for transfer in self._running:
+        for transfer in self.watch.running:
             if not self._adapter.is_healthy:  # it may not answer now, and execute the transfer later
                 transfer.give_up_s = min(transfer.give_up_s, now_s + self._adapter._mq_timeout)
-        for transfer in [each for each in self._running if connection_lost or now_s >= each.give_up_s]:
-            self._running.remove(transfer)
-            self._fail(transfer)
+            if connection_lost or now_s >= transfer.give_up_s:
+                self._fail(transfer)
 
     def report(self) -> MpReport | None:
         """The loads that ended since the last report, from rank 0."""
@@ -192,26 +188,23 @@ class MpWorkerSide:
         self, request_id: str, is_load: bool, tokens: int, start_s: float, future: WatchedFuture, event: Any
     ) -> None:
         end_s = start_s + self._adapter._mq_timeout if self._has_one_clock else math.inf
-        transfer = Transfer(request_id, is_load, tokens, start_s, future, event, end_s)
-        self.watch.add(transfer)
-        self._running.append(transfer)
-        if transfer.future.query():  # on a CPU it has ended already: take the time now, not at the next poll
-            self._running.pop()
-            self._ended(transfer)
+        self.watch.add(Transfer(request_id, is_load, tokens, start_s, future, event, end_s))
+        if future.query():  # on a CPU it has ended already: take the time now, not at the next poll
+            self._take_ended()
 
-    def _ended(self, transfer: Transfer) -> None:
-        self.watch.poll()  # its end may not have been seen yet
-        if not transfer.is_load:
-            return
-        if self._clock() - transfer.submitted_s > self._longest_load_s:
-            self._fail(transfer)  # the lease may have ended during the load
-        elif transfer.future.result(timeout=0) and transfer.duration_s:
-            sizes = transfer.tokens, transfer.tokens * self._kv_bytes_per_token
-            self._fresh.append(KVTransfer(Tier.DRAM, *sizes, transfer.duration_s, transfer.request_id))
+    def _take_ended(self) -> None:
+        ended = self.watch.poll()
+        self.watch.remove(ended)
+        for load in [transfer for transfer in ended if transfer.is_load]:
+            if self._clock() - load.submitted_s > self._longest_load_s:
+                self._fail(load)  # the lease may have ended during the load
+            elif load.future.result(timeout=0) and load.duration_s:
+                sizes = load.tokens, load.tokens * self._kv_bytes_per_token
+                self._fresh.append(KVTransfer(Tier.DRAM, *sizes, load.duration_s, load.request_id))
 
     def _fail(self, transfer: Transfer) -> None:
         """Replace a failed transfer's future by a failed one, which the adapter reports."""
-        self.watch.forget(transfer)
+        self.watch.remove([transfer])
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
         stores, loads = self._adapter.store_futures, self._adapter.retrieve_futures

@@ -5,13 +5,14 @@ holds at that moment, so there is no mirror, no lease and no thread here. The wo
 
 Read of vLLM 0.30 to 0.33 (vllm/v1/kv_offload, vllm/distributed/kv_transfer/kv_connector/v1/offloading):
 OffloadingConnector.connector_scheduler; its .config.kv_group_configs (tokens_per_chunk, hashes_per_chunk,
-group_idx, is_eagle_group, sliding_window_size_in_chunks), .manager, ._req_status (req, max_offload_tokens,
-num_locally_computed_tokens) and ._current_batch_jobs_to_flush; CPUOffloadingManager._num_chunks;
+group_idx, is_eagle_group, sliding_window_size_in_chunks), .manager, ._req_status (req, max_offload_tokens)
+and ._current_batch_jobs_to_flush; CPUOffloadingManager._num_chunks;
 OffloadingWorkerMetadata.transfer_stats. CPUOffloadingManager.lookup changes nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,12 +21,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    DirectionalTransferStats,
-    OffloadingWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
@@ -77,7 +74,6 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
             self._has_one_group = False
         self._key_end = self._group.group_idx.to_bytes(4, "big")  # of an OffloadKey, after the block's hash
         self._moved: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
-        self._loaded: dict[str, TierHit] = {}  # by request
 
     # ---- the core's TierStore
 
@@ -90,9 +86,9 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
         held = takewhile(lambda key: lookup(key, NOBODY) is not miss, self._keys(prefix))
         return TierHit(sum(1 for _ in held) * self._group.tokens_per_chunk, 0)
 
-    def hit_at_lookup(self, request_id: str) -> TierHit | None:
-        """What was held when the request's load began."""
-        return self._loaded.get(request_id)
+    def hit_at_lookup(self, request_id: str) -> TierHit:  # noqa: ARG002
+        """There is one tier: whatever is loaded was in it."""
+        return TierHit(sys.maxsize, 0)
 
     def transfers(self) -> list[KVTransfer]:
         """Those of all ranks, each with its own bytes, timed by the GPU without the wait for earlier ones."""
@@ -117,14 +113,6 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
             return 0, False
         return found, is_async
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens:
-            gpu_tokens = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
-            self._loaded[request.request_id] = TierHit(gpu_tokens + num_external_tokens, 0)
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """vLLM fails where a request that a reset has preempted loads in the next step: it has no store to
         await then, since it would wait for that first."""
@@ -138,14 +126,13 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, OffloadingWorkerMetadata):
-            self._moved += self._timed(reported.transfer_stats.load)
+            load = reported.transfer_stats.load  # their sizes, and the sum of their times
+            self._moved += (
+                KVTransfer(Tier.DRAM, round(n / self._bytes_per_token), int(n), load.time * n / load.bytes)
+                for n in load.sizes
+                if n
+            )
         super().update_connector_output(connector_output)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._loaded.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool | None:
         """From now on find and store nothing of what was computed before.
@@ -162,6 +149,11 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
                 status.max_offload_tokens = 0
         return done
 
+    def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
+        step = self._group.hashes_per_chunk
+        end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
+        return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))
+
     def _restart(self, request: Request) -> None:
         """Forget what no longer holds of a streaming session that has its next input: vLLM up to 0.32 would
         add all its blocks to those it had, and go on with the name of a chunk that had ended with the token
@@ -173,21 +165,3 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
                 names.pop()
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(names))
             state.block_ids.clear()
-
-    def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
-        step = self._group.hashes_per_chunk
-        end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
-        return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))
-
-    def _timed(self, moved: DirectionalTransferStats) -> list[KVTransfer]:
-        """Each load of a report, which has their sizes and the sum of their times."""
-        return [
-            KVTransfer(
-                Tier.DRAM,
-                tokens=round(size / self._bytes_per_token),
-                size_bytes=int(size),
-                duration_s=moved.time * size / moved.bytes,
-            )
-            for size in moved.sizes
-            if size
-        ]

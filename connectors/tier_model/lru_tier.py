@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from continuum_lmcache.errors import InvariantError
-
 ChunkName = Hashable
 """Names one chunk and all tokens before it: equal names, equal KV."""
 
@@ -54,8 +52,3 @@ class LruTier:
         """Tail first, so that the head becomes the most recently used."""
         for name in reversed(hit):
             self.names.move_to_end(name)
-
-    def check(self, tier: str) -> None:
-        held = len(self.names)
-        if held + self.reserved > self.capacity:
-            raise InvariantError(f"{tier}: held({held}) + reserved({self.reserved}) > {self.capacity}")

@@ -14,11 +14,11 @@ its oldest chunk, and a hit is touched tail first, so that from then on the head
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from connectors.tier_model.bandwidth_link import BandwidthLink
 from connectors.tier_model.lru_tier import ChunkName, LruTier
 from connectors.tier_model.tier_spec import GB, TierSpec
 from continuum_lmcache.errors import InvariantError
@@ -26,6 +26,23 @@ from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
+
+
+@dataclass(slots=True)
+class BandwidthLink:
+    """One direction between two places, first in, first out. `gbps`: 10^9 bytes a second."""
+
+    gbps: float = math.inf
+    free_at_s: float = -math.inf
+
+    def seconds(self, size_bytes: int) -> float:
+        """How long `size_bytes` take without a wait for the link."""
+        return size_bytes / (self.gbps * 1e9)
+
+    def reserve(self, ready_s: float, size_bytes: int) -> float:
+        """When bytes that are ready at `ready_s` have passed, after all earlier requests."""
+        self.free_at_s = max(ready_s, self.free_at_s) + self.seconds(size_bytes)
+        return self.free_at_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +53,6 @@ class ActiveLoad:
 
 
 class TwoTierCache:
-    """Which chunks are in DRAM and on disk."""
-
     def __init__(self, spec: TierSpec, bytes_per_token: int) -> None:
         self.spec, self.chunk_bytes = spec, spec.chunk_tokens * bytes_per_token
         self.dram = LruTier(spec.dram_gb * GB // self.chunk_bytes)
@@ -66,7 +81,9 @@ class TwoTierCache:
         in_dram, on_disk = self.touch(now_s, names)
         skip = gpu_tokens // self.spec.chunk_tokens
         dram, ssd = in_dram[skip:], on_disk[max(0, skip - len(in_dram)) :]
-        self._promote(ssd, keep={*in_dram, *ssd})
+        for name in ssd:
+            if name not in self.dram.names and not self._admit(name, {*in_dram, *ssd}):
+                break
         if not dram and not ssd:
             return ActiveLoad((), (), now_s)
         size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
@@ -98,7 +115,6 @@ class TwoTierCache:
         return [n for n in new if self.has(n)]
 
     def finish_writes(self, now_s: float) -> None:
-        """Admit the disk writes that have ended by now."""
         due = []
         for name, done_s in self.pending.items():
             if done_s > now_s:
@@ -149,8 +165,10 @@ class TwoTierCache:
 
     def check(self) -> None:
         """Raise InvariantError unless the counts balance."""
-        self.dram.check("DRAM")
-        self.ssd.check("SSD")
+        for name, tier in (("DRAM", self.dram), ("SSD", self.ssd)):
+            held, reserved = len(tier.names), tier.reserved
+            if held + reserved > tier.capacity:
+                raise InvariantError(f"{name}: held({held}) + reserved({reserved}) > {tier.capacity}")
         if self.ssd.reserved != len(self.pending):
             raise InvariantError(f"reserved({self.ssd.reserved}) != pending({len(self.pending)})")
         if both := self.pending.keys() & self.ssd.names.keys():
@@ -163,11 +181,6 @@ class TwoTierCache:
         self._evicted.update(dict.fromkeys(evicted))
         self.dram.names[name] = None
         return True
-
-    def _promote(self, names: Sequence[ChunkName], keep: Collection[ChunkName]) -> None:
-        for name in names:
-            if name not in self.dram.names and not self._admit(name, keep):
-                return
 
     def _write(self, now_s: float, name: ChunkName) -> None:
         if name in self.ssd.names:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS, CostModel, PrefillCurve, TransferRate
 
 STEP_S = 0.004  # vLLM's own time per step, assumed; nearer to 0.0008 on one H200 (experiments/records/gpu.md)
 COPY_FIXED_S = 0.001  # assumed
 DISK_BYTES_PER_S = 5e9  # assumed: one NVMe drive on PCIe 4.0, which all ranks share
 DISK_FIXED_S = 0.005  # assumed
-CHUNK_TOKENS = 256  # LMCache's default
 PCIE4, PCIE5 = 25e9, 50e9  # of x16, one direction: 32 and 64 GB/s on the sheet, assumed as achieved
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.types import Residency, Tier
 
+CHUNK_TOKENS = 256  # LMCache's default
 CERTAIN: Mapping[Tier, float] = {}  # every tier keeps what it holds
 
 
@@ -50,8 +51,6 @@ class TransferRate:
 
 @dataclass(frozen=True, slots=True)
 class ReloadCost:
-    """PrefillReload of one prompt, in seconds, by its parts."""
-
     loaded_tokens: int  # how far loading pays, after the GPU's part
     load_s: float  # DRAM to GPU, after disk to DRAM of the part on disk
     prefill_s: float  # what must be computed, in steps that all requests on the GPU share
@@ -173,7 +172,7 @@ UNMEASURED = CostModel(
     dram=TransferRate(bytes_per_s=25e9, fixed_s=0.001, samples=0),  # PCIe 4.0 x16
     ssd=TransferRate(bytes_per_s=3e9, fixed_s=0.005, samples=0),  # one NVMe drive
     kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
-    chunk_tokens=256,
+    chunk_tokens=CHUNK_TOKENS,
 )
 """The assumed costs of a machine without a measured profile. Every `samples` is 0."""
 
@@ -181,10 +180,10 @@ UNMEASURED = CostModel(
 def kv_bytes_per_token(kv_cache_config: Any) -> int:
     """Bytes of one token's KV on one rank, over all layers, by vLLM's KVCacheConfig.
 
-    For layers with one block table the scheduler's config has one spec. Its tensors (vLLM 0.32) have
+    For layers with one block table the scheduler's config has one spec. Its tensors have
     each layer's page: the smaller one of two strides, since layers or blocks may come first.
     """
-    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "layer_stride")]
+    tensors = kv_cache_config.kv_cache_tensors
     pages = {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
     total = 0.0
     for group in kv_cache_config.kv_cache_groups:

@@ -39,8 +39,6 @@ class LoadChoice:
 
 
 class LoadState(NamedTuple):
-    """What the decision depends on, beside the prompt."""
-
     costs: CostModel  # by the rates so far
     others: int  # turns that wait or run beside this one
     kv_tokens: int  # of the GPU's KV cache, which all share

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
-from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import SECTIONS, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Residency, Tier
 
@@ -48,16 +49,13 @@ class RateDrift:
         most = math.log(MOST_DRIFT)
         return RateDrift(max(-most, min(most, found)), self.loads + 1, self.prior, latest)
 
-    def of(self, rate: TransferRate) -> TransferRate:
-        """The profile's rate, corrected. Its samples are the profile's and the loads since."""
-        slower = math.exp(self.log_slower)
-        return TransferRate(rate.bytes_per_s / slower, rate.fixed_s * slower, rate.samples + self.loads)
-
-    def of_curve(self, curve: PrefillCurve) -> PrefillCurve:
-        """The profile's prefill curve, corrected in the same way."""
-        slower = math.exp(self.log_slower)
-        fixed_s, token_s, pair_s = (slower * s for s in (curve.fixed_s, curve.per_token_s, curve.per_pair_s))
-        return PrefillCurve(fixed_s, token_s, pair_s, curve.samples + self.loads)
+    def of(self, measured: Any) -> Any:
+        """The profile's rate or curve, corrected. Its samples are the profile's and the loads since."""
+        slower, samples = math.exp(self.log_slower), measured.samples + self.loads
+        if isinstance(measured, TransferRate):
+            return TransferRate(measured.bytes_per_s / slower, measured.fixed_s * slower, samples)
+        token_s, pair_s = slower * measured.per_token_s, slower * measured.per_pair_s
+        return PrefillCurve(measured.fixed_s * slower, token_s, pair_s, samples)
 
 
 class CalibratedCosts:
@@ -68,35 +66,30 @@ class CalibratedCosts:
     """
 
     def __init__(self, costs: CostModel) -> None:
-        self._profile = costs
-        self.costs = costs
-        rates = {Tier.DRAM: costs.dram, Tier.SSD: costs.ssd}
-        self.drifts = {tier: RateDrift(prior=prior(rate)) for tier, rate in rates.items()}
-        self.pace = RateDrift(prior=prior(costs.prefill))
+        self._profile = self.costs = costs
+        priors = {name: PRIOR_LOADS if samples else GUESS_LOADS for name, samples in self.samples.items()}
+        self.drifts = {name: RateDrift(prior=prior) for name, prior in priors.items()}
 
     def observe(self, moved: KVTransfer) -> None:
-        is_plausible = moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf
-        if not is_plausible or moved.tier not in self.drifts:
-            return
-        rate = self._profile.dram if moved.tier is Tier.DRAM else self._profile.ssd
-        predicted_s = rate.seconds(moved.size_bytes)
-        log_slower = math.log(self._own_s(moved)) - math.log(predicted_s)
-        self.drifts[moved.tier] = self.drifts[moved.tier].updated(log_slower)
-        dram, ssd = self.drifts[Tier.DRAM].of(self._profile.dram), self.drifts[Tier.SSD].of(self._profile.ssd)
-        self.costs = replace(self.costs, dram=dram, ssd=ssd)
+        name, is_plausible = moved.tier.value, moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf
+        if is_plausible and name in self.drifts:
+            predicted_s = getattr(self._profile, name).seconds(moved.size_bytes)
+            self._learn(name, math.log(self._own_s(moved)) - math.log(predicted_s))
 
     def observe_prefill(self, took_s: float, predicted_s: float) -> None:
         """Learn from one step: its seconds, and those of its tokens by `costs`."""
-        if not (0.0 < took_s < math.inf and 0.0 < predicted_s < math.inf):
-            return
-        self.pace = self.pace.updated(self.pace.log_slower + math.log(took_s) - math.log(predicted_s))
-        self.costs = replace(self.costs, prefill=self.pace.of_curve(self._profile.prefill))
+        if 0.0 < took_s < math.inf and 0.0 < predicted_s < math.inf:
+            before = self.drifts["prefill"].log_slower
+            self._learn("prefill", before + math.log(took_s) - math.log(predicted_s))
+
+    def _learn(self, name: str, log_slower: float) -> None:
+        drift = self.drifts[name] = self.drifts[name].updated(log_slower)
+        self.costs = replace(self.costs, **{name: drift.of(getattr(self._profile, name))})
 
     @property
     def samples(self) -> dict[str, int]:
         """How many measurements each rate has; 0: it is assumed."""
-        of = self.costs
-        return {"prefill": of.prefill.samples, "dram": of.dram.samples, "ssd": of.ssd.samples}
+        return {name: getattr(self.costs, name).samples for name in SECTIONS}
 
     def _own_s(self, moved: KVTransfer) -> float:
         """The tier's own seconds: a disk load includes the copy to the GPU, which the cost model adds."""
@@ -146,7 +139,3 @@ class TierSurvival:
     def chances(self) -> dict[Tier, float]:
         """By tier, 0 to 1, for CostModel.reload_s."""
         return {tier: kept / returns for tier, (kept, returns) in self._kept.items()}
-
-
-def prior(rate: TransferRate | PrefillCurve) -> int:
-    return PRIOR_LOADS if rate.samples else GUESS_LOADS

@@ -76,8 +76,8 @@ class TierStore:
         return NOTHING
 
     def hit_at_lookup(self, request_id: str) -> TierHit | None:  # noqa: ARG002
-        """What was held when the request was looked up; None once it has finished, and where a lookup moves
-        no KV, so that `locate` says the same."""
+        """What was held when a live request was looked up, or more; None where a lookup moves no KV, so that
+        `locate` says the same."""
         return None
 
     def transfers(self) -> list[KVTransfer]:

@@ -95,7 +95,6 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
 
 
 def run_facts(scheduler: Scheduler, config: ContinuumConfig) -> dict[str, str]:
-    """What runs, for the head of a recording."""
     ranks, device = scheduler.parallel_config.world_size, current_platform.get_device_name()
     machine = f"{os.cpu_count()} CPU cores" if current_platform.is_cpu() else f"{ranks} x {device}"
     model = scheduler.vllm_config.model_config

@@ -21,11 +21,11 @@ from continuum_lmcache.types import TurnId
 
 logger = init_logger("vllm.continuum_lmcache")
 
-STOPPED = {
-    getattr(RequestStatus, name)
-    for name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
-    if hasattr(RequestStatus, name)
-}
+STOPPED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
 
 
 def new_turn(request: Request, config: ContinuumConfig, from_rust: bool = False) -> tuple[NewTurn, list[str]]:

@@ -60,15 +60,13 @@ class ToolCallReader:
     def read(self, request: Request, offers_tools: bool, ignored: Counter[str]) -> tuple[ToolKey, ...]:
         """The keys of the turn's calls; NO_CALL alone for an answer, () where neither can be told."""
         text = without_thinking(self._tail(request, ignored)[-MAX_CHARS:])
-        calls = self._parsed(text, ignored) if offers_tools and self._parser is not None else ()
+        calls: tuple[ToolKey, ...] = ()
+        if offers_tools and self._parser is not None:
+            with any_error(ignored, f"{type(self._parser).__name__}.extract_tool_calls"):
+                found = self._parser.extract_tool_calls(text.strip("\n"), ANY_REQUEST).tool_calls[:MAX_CALLS]
+                names = ((one.function.name, one.function.arguments) for one in found)
+                calls = tuple(key for name, arguments in names for key in call(name, arguments))
         return calls or tool_calls(text, offers_tools) or ((NO_CALL,) if is_answer(text) else ())
-
-    def _parsed(self, text: str, ignored: Counter[str]) -> tuple[ToolKey, ...]:
-        assert self._parser is not None
-        with any_error(ignored, f"{type(self._parser).__name__}.extract_tool_calls"):
-            found = self._parser.extract_tool_calls(text.strip("\n"), ANY_REQUEST).tool_calls[:MAX_CALLS]
-            return tuple(key for one in found for key in call(one.function.name, one.function.arguments))
-        return ()
 
     def _tail(self, request: Request, ignored: Counter[str]) -> str:
         """The end of what the turn generated, as text; empty without a tokenizer, or where it fails.

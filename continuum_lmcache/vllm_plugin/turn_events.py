@@ -73,21 +73,19 @@ class TurnEvents:
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A waiting request got its blocks; of its prompt some tokens were cached, and some are loaded."""
-        turn = self._turns.get(TurnId(request.request_id))
-        if turn is not None:
-            turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
-            self._load_policy.on_allocated(turn.id)
+        turn = self._turns[TurnId(request.request_id)]
+        turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
+        self._load_policy.on_allocated(turn.id)
 
     def on_load_done(self, request: Request) -> None:
         """An asynchronous load has ended; the tokens that now count as computed were loaded."""
-        turn = self._turns.get(TurnId(request.request_id))
-        if turn is not None:
-            came = max(0, request.num_computed_tokens - turn.gpu_tokens)
-            turn.loaded_tokens = min(turn.loaded_tokens, came)
+        turn = self._turns[TurnId(request.request_id)]
+        came = max(0, request.num_computed_tokens - turn.gpu_tokens)
+        turn.loaded_tokens = min(turn.loaded_tokens, came)
 
     def ran(self, now_s: float, request: Request) -> None:
-        turn = self._turns.get(TurnId(request.request_id))
-        if turn is None or turn.started_s is not None:
+        turn = self._turns[TurnId(request.request_id)]
+        if turn.started_s is not None:
             return
         self._step_timer.on_run(turn)
         residency, program, uses_pin = self._residency, turn.program, False

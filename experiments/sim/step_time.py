@@ -16,16 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CostModel, TransferRate, number, section
-from profiles.datasheets import derived
-
-PROFILES = Path(__file__).resolve().parents[2] / "profiles"
+from experiments.sim.datasheets import PROFILES, derived
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +121,4 @@ MACHINES |= {
     card: Machine.from_profile(derived(card, tokens), card) for card, tokens in SMALL_KV_TOKENS.items()
 }
 MACHINES |= {PAIR: Machine.from_profile(yaml.safe_load((PROFILES / f"{PAIR}.yaml").read_text()), PAIR)}
-"""Eight-billion-parameter serving on one card, from data sheets (profiles/datasheets.py); and PAIR."""
+"""Eight-billion-parameter serving on one card, from data sheets (datasheets.py); and PAIR."""

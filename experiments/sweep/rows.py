@@ -27,7 +27,7 @@ SIMULATOR = (
     *COMMON,
     # all but LMCache's adapters, which the simulator does not run
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
-    *("experiments/sim/*.py", "experiments/sessions.py", "profiles/datasheets.py", "profiles/2xh100*.yaml"),
+    *("experiments/sim/*.py", "experiments/sessions.py", "profiles/2xh100*.yaml"),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "simulated")),
 )
 SERVERS = (

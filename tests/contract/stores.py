@@ -21,10 +21,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from connectors.fake.scheduler_side import FakeConfig, FakeMetadata, FakeSchedulerSide
+from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import chunk_names
-from connectors.tier_model.tier_spec import GB
+from connectors.tier_model.tier_spec import GB, TierSpec
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit
 from continuum_lmcache.types import Tier
 
@@ -69,7 +69,7 @@ class FakeStore:
     def __init__(self, dram_chunks: int, ssd_chunks: int, **settings: float) -> None:
         self.now_s = 0.0
         chunk_gb = self.chunk_tokens * self.bytes_per_token / GB
-        config = FakeConfig(
+        config = TierSpec(
             dram_gb=dram_chunks * chunk_gb,
             ssd_gb=ssd_chunks * chunk_gb,
             chunk_tokens=self.chunk_tokens,

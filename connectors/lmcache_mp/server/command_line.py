@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from connectors.lmcache_mp.wire import MODULE
 from continuum_lmcache.connector_names import SERVER_ARGS
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS
 
 HOST = "127.0.0.1"
-CHUNK_TOKENS = 256
 DISK = {"type": "fs_native", "use_odirect": True}  # of L2
 EVICTING = {"eviction": {"eviction_policy": "LRU"}}  # where it has a size
 

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
@@ -110,17 +110,15 @@ class TierChangeLog:
     def disk_alone_has(self, keys: Iterable[ObjectKey]) -> bool:
         """Whether L2 has one of these pieces, and L1 lacks it."""
         with self.lock:
-            return any(
-                piece in self._held(owner, True, name) and piece not in self._held(owner, False, name)
-                for owner, name, piece in map(self._parts, keys)
-            )
+            for owner, name, piece in map(self._parts, keys):
+                in_l1, in_l2 = (self._pieces.get((owner, ssd), {}).get(name, ()) for ssd in (False, True))
+                if piece in in_l2 and piece not in in_l1:
+                    return True
+            return False
 
     def has_all_after(self, number: int) -> bool:
         """Whether the log still has every change after `number`. The caller holds the lock."""
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
-
-    def _held(self, owner: Owner, ssd: bool, name: bytes) -> Set[Piece]:
-        return self._pieces.get((owner, ssd), {}).get(name, frozenset())
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
@@ -141,8 +139,8 @@ class TierChangeLog:
         return (key.model_name, world_size), name, (key.kv_rank, key.object_group_id)
 
 
-class DramListener(L1ManagerListener):
-    """Notes L1's changes. LMCache calls it under L1's lock, so it does nothing else."""
+class TierListener(L1ManagerListener, L2AdapterListener):
+    """Notes both tiers' changes. LMCache calls it under L1's lock, so it does nothing else."""
 
     def __init__(self, log: TierChangeLog) -> None:
         self._log = log
@@ -162,18 +160,10 @@ class DramListener(L1ManagerListener):
     on_l1_keys_read_finished = on_l1_keys_accessed
     on_l1_keys_reserved_write = on_l1_keys_accessed
 
-
-class DiskListener(L2AdapterListener):
-    """Notes L2's changes. A chunk that was read is there: so those that others stored become known."""
-
-    def __init__(self, log: TierChangeLog) -> None:
-        self._log = log
-
-    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:  # noqa: ARG002
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: object = None) -> None:  # noqa: ARG002
         self._log.admit(True, keys)
 
-    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        self._log.admit(True, keys)
+    on_l2_keys_accessed = on_l2_keys_stored  # what was read is there: so others' chunks become known
 
     def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
         self._log.drop(True, keys)
@@ -196,12 +186,12 @@ class MpTierModule:
     """An LMCache engine module: the server calls its context, report_status and close."""
 
     def __init__(self, context: Any, checks: bool = True) -> None:
-        """`checks`: what L2 reads from files by their checksums."""
         self.context = context
         storage = context.storage_manager
         self._log = TierChangeLog(context.layout_desc_registry)
+        listener = TierListener(self._log)
         for manager in storage._l1_managers_by_id.values():
-            manager.register_listener(DramListener(self._log))
+            manager.register_listener(listener)
         self._known_l2: set[int] = set()  # adapters of which the log has every chunk
         self._l2: list[WatchedL2] = []
         self._checks = checks
@@ -211,7 +201,7 @@ class MpTierModule:
                 self._known_l2.add(about.index)
                 self._log.admit(True, watched.adopt(before))
             watched.fit()
-        storage.register_l2_listener(DiskListener(self._log))
+        storage.register_l2_listener(listener)
         self._build, storage._build_l2_adapter = storage._build_l2_adapter, self.build_l2_adapter
         refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size, self._needs_l2)
@@ -283,7 +273,6 @@ class MpTierModule:
         return all(adapter.index in self._known_l2 for adapter, _ in adapters)
 
     def _needs_l2(self, keys: Iterable[ObjectKey]) -> bool:
-        """Whether L2 may have one of these keys, and L1 lacks it."""
         return not self._knows_all() or self._log.disk_alone_has(keys)
 
     def _sizes(self) -> tuple[int, int, int | None]:

@@ -32,8 +32,6 @@ REPEATED = 64, 32  # tokens before a first prompt's end: behind what programs sh
 
 @dataclass(slots=True)
 class Home:
-    """The rank of one conversation under a name."""
-
     repeated: slice  # the place of tokens that all of its prompts have
     tokens: int  # their hash
     rank: int = 0
@@ -44,10 +42,6 @@ class Home:
         prompt_tokens = len(request.prompt_token_ids or ())
         repeated = slice(*(max(0, prompt_tokens - before) for before in REPEATED))
         return cls(repeated, tokens_at(request, repeated))
-
-    def is_of(self, request: Any) -> bool:
-        """Whether the request may be a turn of this conversation."""
-        return tokens_at(request, self.repeated) == self.tokens
 
 
 def tokens_at(request: Any, place: slice) -> int:
@@ -72,7 +66,8 @@ def install(schedulers: str) -> None:
         name = hidden(program, api_keys.secret())  # the table has no name that a client chose
         homes, ranks = table.pop(name, []), len(self.core_engines)
         live = [home for home in homes if home.request_id in self.reqs_in_flight]
-        home = next((home for home in homes if home not in live and home.is_of(request)), None)
+        idle = (home for home in homes if home not in live)
+        home = next((home for home in idle if tokens_at(request, home.repeated) == home.tokens), None)
         rank = home.rank if home is not None else None
         if not homes and self.client_count > 1:
             rank = int(name, 16) % ranks

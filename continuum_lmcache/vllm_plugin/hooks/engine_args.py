@@ -158,7 +158,7 @@ def adopt(config: VllmConfig) -> ContinuumConfig:
     impossible."""
     model, parallel = config.model_config, config.parallel_config
     refuse(config.scheduler_config.scheduler_cls is not None, "this model has its own scheduler")
-    refuse(getattr(model, "is_diffusion", False), "diffusion models are not scheduled by turns")
+    refuse(model.is_diffusion, "diffusion models are not scheduled by turns")
     refuse(model.is_encoder_decoder, "encoder-decoder models have no prefix to keep")
     refuse(not config.cache_config.enable_prefix_caching, "prefix caching is off, so nothing can be kept")
     refuse(

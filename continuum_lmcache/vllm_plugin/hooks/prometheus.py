@@ -113,7 +113,6 @@ def observe(payload: MetricsPayload, engine: int) -> None:
 
 @cache  # prometheus_client looks labels up under a lock
 def updater(key: str, label: str, engine: int) -> Callable[[float], None]:
-    """The function that updates one metric of one engine by a value."""
     metric = metrics()[key].labels(*([label] if label else []), str(engine))
     if isinstance(metric, Counter):
         return metric.inc

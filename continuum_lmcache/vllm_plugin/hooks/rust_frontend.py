@@ -49,8 +49,7 @@ class RustFrontend:
 
 def chosen(arguments: Any, headless: bool) -> bool:
     """Whether this start's HTTP server is the one in Rust. `arguments`: EngineArgs."""
-    elsewhere = headless or getattr(arguments, "_api_process_rank", 0) == -1
-    return elsewhere and bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+    return bool(envs.VLLM_USE_RUST_FRONTEND) and (headless or arguments._api_process_rank == -1)
 
 
 def prepare(arguments: Any, metrics_port: int) -> RustFrontend:

@@ -88,10 +88,17 @@ class GpuBlocks:
             self.to_hold = ()
 
     def on_freed(self) -> None:
-        """The request was freed, or a connector still stores its blocks and frees them later."""
+        """The request was freed, or a connector still stores its blocks and frees them later.
+
+        An ended program's are the next to be reused, tail first, if they are free now. They stay in the cache
+        until then, since they may begin with a prompt that other programs will share.
+        """
         self.hold(self.to_hold)
-        self.to_hold = ()
-        self._evict_first()
+        queue, free = self._pool.free_block_queue, [b for b in self._to_evict_first if b.ref_cnt == 0]
+        self.to_hold, self._to_evict_first = (), []
+        for block in free:
+            queue.remove(block)
+        queue.prepend_n(free[::-1])
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each; they are in use, or were freed and are still in the cache."""
@@ -117,18 +124,6 @@ class GpuBlocks:
             groups = self._manager.get_blocks(request_id).blocks
             own = groups[0][-(-shared_tokens // self._block_tokens) :]
             self._to_evict_first = [b for b in own if b.ref_cnt == 1 and not b.is_null]
-
-    def _evict_first(self) -> None:
-        """Make these blocks the next to be reused, tail first, if they are free now.
-
-        They stay in the cache until then, since they may begin with a prompt that other programs will share.
-        Blocks that a connector still stores keep the order in which they are freed.
-        """
-        queue, free = self._pool.free_block_queue, [b for b in self._to_evict_first if b.ref_cnt == 0]
-        self._to_evict_first = []
-        for block in free:
-            queue.remove(block)
-        queue.prepend_n(free[::-1])
 
     def forget_all(self) -> None:
         """Remove all KV from the prefix cache. What live requests compute on theirs will not enter it."""

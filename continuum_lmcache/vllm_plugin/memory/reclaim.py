@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.types import Pin, TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
 from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
@@ -110,13 +111,12 @@ class PinReclaimer:
 
     def _report(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
         """Report that a waiting request got its blocks, or was refused."""
-        turn_id = TurnId(request.request_id)
+        turn = self._turns[TurnId(request.request_id)]
         if blocks is None:
-            self._turns.refused_memory.add(turn_id)
+            self._turns.refused_memory.add(turn.id)
             return
-        self._turns.refused_memory.discard(turn_id)
-        if turn := self._turns.get(turn_id):
-            turn.refused_s = None  # if it is preempted, its time begins again
+        self._turns.refused_memory.discard(turn.id)
+        turn.refused_s = None  # if it is preempted, its time begins again
         if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
             self._events.on_load_done(request)
         else:
@@ -127,9 +127,12 @@ class PinReclaimer:
     def _reclaim(
         self, request: Request, need: int, allocate: Callable[[], KVCacheBlocks | None]
     ) -> KVCacheBlocks | None:
-        now_s = self._clock()
-        any_pin = self._may_reclaim(now_s, request)
-        victims = self._victims(request) if any_pin else self._pins_of_turns_behind(request)
+        turn = self._turns[TurnId(request.request_id)]
+        if self._may_take_any(turn, request):
+            own = self._pins.pinned.get(turn.program.id)  # whose prefix it may hit, so it comes last
+            victims = [*self._pins.victims(turn.program.id), *([own] if own else ())]
+        else:
+            victims = self._pins_of_turns_behind(turn, request)
         if not victims:
             return None
         wanted = need - self._blocks.free_count()
@@ -157,15 +160,13 @@ class PinReclaimer:
             self._blocks.hold(pin.block_ids)
         return None
 
-    def _may_reclaim(self, now_s: float, request: Request) -> bool:
+    def _may_take_any(self, turn: Turn, request: Request) -> bool:
         if request.status == RequestStatus.RUNNING:
             return True
-        turn = self._turns.get(TurnId(request.request_id))
-        if turn is not None:
-            if turn.refused_s is None:
-                turn.refused_s = now_s
-            if now_s - turn.refused_s > self._reclaim_after_s:
-                return True
+        now_s = self._clock()
+        turn.refused_s = now_s if turn.refused_s is None else turn.refused_s
+        if now_s - turn.refused_s > self._reclaim_after_s:
+            return True
         return not self._scheduler.running and not self.memory_will_be_freed()
 
     def memory_will_be_freed(self) -> bool:
@@ -178,32 +179,16 @@ class PinReclaimer:
             for r in scheduler.requests.values()
         )
 
-    def _victims(self, request: Request) -> list[Pin]:
-        """Latest-arrived programs first; the request's own program, whose prefix it may hit, at the end."""
-        turn = self._turns.get(TurnId(request.request_id))
-        mine = turn.program.id if turn is not None else None
-        victims = self._pins.victims(mine)
-        own = self._pins.pinned.get(mine) if mine is not None else None
-        return victims + ([own] if own is not None else [])
-
-    def _pins_of_turns_behind(self, request: Request) -> list[Pin]:
-        """Of `_victims`, the pins of programs whose next turn is here, does not run either, and has a later
-        place."""
-        turn = self._turns.get(TurnId(request.request_id))
-        if turn is None:
-            return []
+    def _pins_of_turns_behind(self, turn: Turn, request: Request) -> list[Pin]:
+        """The pins of programs whose next turn is here, does not run either, and has a later place."""
         programs = self._programs.records
         if all(programs[program].turn is None for program in self._pins.pinned):
             return []  # before all pins are sorted, in each step of a blocked queue
-        others = self._pins.victims(turn.program.id)
-        key = self._events.queue_key(request)
-        return [pin for pin in others if self._waits_behind(key, programs[pin.program].turn)]
-
-    def _waits_behind(self, key: tuple[Any, ...], other: TurnId | None) -> bool:
-        """Whether this turn waits too, later in the queue than that key."""
-        if other is None or not self._turns.is_waiting(other):
-            return False
-        return self._events.queue_key(self._scheduler.requests[other]) > key
+        others = [(pin, programs[pin.program].turn) for pin in self._pins.victims(turn.program.id)]
+        waiting = [(pin, other) for pin, other in others if other and self._turns.is_waiting(other)]
+        key, requests = self._events.queue_key, self._scheduler.requests
+        own = key(request)
+        return [pin for pin, other in waiting if key(requests[other]) > own]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """A lower bound of the free blocks that the request needs, without its prefix hits.

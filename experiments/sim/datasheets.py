@@ -1,6 +1,6 @@
 """Profiles of GPUs that nobody measured here, from their data sheets and assumed efficiencies.
 
-    python -m profiles.datasheets          write profiles/CARD-llama-3.1-8b.yaml
+    python -m experiments.sim.datasheets       write profiles/CARD-llama-3.1-8b.yaml
 
 Rates and shares: continuum_lmcache/reload/cards.py; a decode reads the weights and the KV at a share of the
 memory's rate. The KV pools of H100 and H200 are those of the same comparison; the others are assumed. Every
@@ -17,7 +17,7 @@ from typing import Any
 import typer
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.console.known_models import KNOWN
 from continuum_lmcache.reload.cards import (
@@ -29,7 +29,7 @@ from continuum_lmcache.reload.cards import (
 from continuum_lmcache.reload.cost_model import CostModel
 from profiles.timing import rounded
 
-HERE = Path(__file__).resolve().parent
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 MODEL = KNOWN["llama-3.1-8b"]
 DISK_WRITE_BYTES_PER_S = 3e9  # assumed, of the same drive
 KV_TOKENS = {"a100-80gb": 480_000, "h100": 434_000, "h200": 868_000, "b200": 1_168_000}
@@ -54,7 +54,7 @@ def derived(name: str, kv_tokens: int | None = None) -> dict[str, Any]:
                 "disk": "one NVMe drive, 5 GB/s read, 3 GB/s written",
             },
             "limits": "under about 200 tokens a prefill takes as long as reading the weights: only in step",
-            "command": "python -m profiles.datasheets",
+            "command": "python -m experiments.sim.datasheets",
         },
     }
 
@@ -84,7 +84,7 @@ def sections(card: Card, costs: CostModel, weight_bytes: float, kv_tokens: int) 
 
 
 def path_of(name: str) -> Path:
-    return HERE / f"{name}-llama-3.1-8b.yaml"
+    return PROFILES / f"{name}-llama-3.1-8b.yaml"
 
 
 def main() -> None:
