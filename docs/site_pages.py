@@ -30,7 +30,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     for name, source in PAGES.items():
         files.append(File.generated(config, name, content=source.read_text(encoding="utf-8")))
-    for source in (ROOT / "experiments" / "records" / "figures").glob("benefit-and-price*.*"):
+    for source in (ROOT / "experiments" / "records" / "figures").glob("*.png"):
         files.append(File.generated(config, f"pictures/{source.name}", abs_src_path=str(source)))
     return files
 
