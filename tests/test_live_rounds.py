@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from experiments.trust.live_rounds import (
+    AT_ONCE,
+    DECK,
     MODEL,
     OUTPUT_TOKENS,
+    TENANTS,
     Answer,
     Change,
     Conversation,
@@ -79,3 +82,10 @@ def test_an_answer_beside_a_change_may_be_of_the_state_before_or_after_it() -> N
     for name in ("a", "b", MODEL):
         played.take(1, Change("again"), [BEFORE, AFTER], name, Conversation("p", [300]), choice())
     assert [each.states for each in played.answers] == [{(0, 1), (0, 2)}, {(0, 0)}, {(0, 0)}]
+
+
+def test_a_play_of_usual_length_has_each_kind_of_change() -> None:
+    """The plays before had none of the engine's kills: one of 21 was drawn."""
+    played, fewest_rounds = rounds(), -(-150 // (2 * AT_ONCE * len(TENANTS)))
+    assert {played.next_kind() for _ in range(fewest_rounds)} == set(DECK)
+    assert "engine" in DECK
