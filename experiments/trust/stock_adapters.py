@@ -36,7 +36,7 @@ from experiments.trust.live_rounds import (
     scores_of,
 )
 
-PROMPTS, LONG_TOKENS = 6, 1500
+PROMPTS, LONG_TOKENS = 4, 1500
 ENV = {"VLLM_PLUGINS": ""}  # none is loaded, though installed
 
 
@@ -78,8 +78,10 @@ def running(url: str, name: str, prompt: list[int]) -> Iterator[None]:
     """A request that decodes meanwhile."""
     body = {"model": name, "prompt": prompt, "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # it is aborted once nothing holds this
+        next(lines)
         yield
+        next(lines)  # raises StopIteration if it had ended
 
 
 if __name__ == "__main__":
