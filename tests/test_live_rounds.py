@@ -10,10 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.trust.live_rounds import (
+    AT_ONCE,
+    DECK,
     MODEL,
     OUTPUT_TOKENS,
+    TENANTS,
     Answer,
     Change,
     Conversation,
@@ -79,3 +83,26 @@ def test_an_answer_beside_a_change_may_be_of_the_state_before_or_after_it() -> N
     for name in ("a", "b", MODEL):
         played.take(1, Change("again"), [BEFORE, AFTER], name, Conversation("p", [300]), choice())
     assert [each.states for each in played.answers] == [{(0, 1), (0, 2)}, {(0, 0)}, {(0, 0)}]
+
+
+def test_a_play_of_usual_length_has_each_kind_of_change() -> None:
+    """The plays before had none of the engine's kills: one of 21 was drawn."""
+    played, fewest_rounds = rounds(), -(-150 // (2 * AT_ONCE * len(TENANTS)))
+    assert {played.next_kind() for _ in range(fewest_rounds)} == set(DECK)
+    assert "engine" in DECK
+
+
+def test_a_token_without_an_adapter_is_the_models_own_where_the_last_slot_is_empty() -> None:
+    """vLLM's kernels for a CPU give it the last slot's adapter: why the rounds have more slots than loads."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    adapters = (1, 2)
+    wrapper = PunicaWrapperCPU(max_num_batched_tokens=8, max_batches=8, device="cpu")
+    of_tokens = LoRAMapping(index_mapping=(0, 1), prompt_mapping=(0, 1), is_prefill=True)
+    wrapper.update_metadata(of_tokens, [*adapters, None], max_loras=3, vocab_size=10)
+    down, up, added = torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 8, 4), torch.zeros(2, 8)
+    down[: len(adapters)], up[: len(adapters)] = 1.0, 1.0
+    wrapper.add_lora_linear(added, torch.ones(2, 8), (down,), (up,), 1.0, (8,))
+    assert added[0].tolist() == [0.0] * 8
+    assert added[1].tolist() == [32.0] * 8
