@@ -9,6 +9,8 @@
 # make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core); SEED=... repeats one
 # make soak-oracle     whose KV requests attend to, for as many steps of each mix (an hour of a core); SEED=... repeats one
 
+unexport PYTHONDONTWRITEBYTECODE  # where it is set each server compiles all of torch and vLLM again: 20 s
+
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 TOOLS := .work/tools
