@@ -38,6 +38,9 @@ class PrefillCurve:
         pairs = tokens * context_tokens + tokens * tokens / 2
         return self.fixed_s + tokens * self.per_token_s + pairs * self.per_pair_s
 
+    def slower(self, times: float, samples: int) -> PrefillCurve:
+        return PrefillCurve(self.fixed_s * times, self.per_token_s * times, self.per_pair_s * times, samples)
+
 
 @dataclass(frozen=True, slots=True)
 class TransferRate:
@@ -47,6 +50,9 @@ class TransferRate:
 
     def seconds(self, size_bytes: int) -> float:
         return self.fixed_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
+
+    def slower(self, times: float, samples: int) -> TransferRate:
+        return TransferRate(self.bytes_per_s / times, self.fixed_s * times, samples)
 
 
 @dataclass(frozen=True, slots=True)

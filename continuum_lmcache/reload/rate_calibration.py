@@ -49,13 +49,9 @@ class RateDrift:
         most = math.log(MOST_DRIFT)
         return RateDrift(max(-most, min(most, found)), self.loads + 1, self.prior, latest)
 
-    def of(self, measured: Any) -> Any:
+    def of(self, measured: TransferRate | PrefillCurve) -> TransferRate | PrefillCurve:
         """The profile's rate or curve, corrected. Its samples are the profile's and the loads since."""
-        slower, samples = math.exp(self.log_slower), measured.samples + self.loads
-        if isinstance(measured, TransferRate):
-            return TransferRate(measured.bytes_per_s / slower, measured.fixed_s * slower, samples)
-        token_s, pair_s = slower * measured.per_token_s, slower * measured.per_pair_s
-        return PrefillCurve(measured.fixed_s * slower, token_s, pair_s, samples)
+        return measured.slower(math.exp(self.log_slower), measured.samples + self.loads)
 
 
 class CalibratedCosts:
@@ -84,7 +80,8 @@ class CalibratedCosts:
 
     def _learn(self, name: str, log_slower: float) -> None:
         drift = self.drifts[name] = self.drifts[name].updated(log_slower)
-        self.costs = replace(self.costs, **{name: drift.of(getattr(self._profile, name))})
+        corrected: dict[str, Any] = {name: drift.of(getattr(self._profile, name))}
+        self.costs = replace(self.costs, **corrected)
 
     @property
     def samples(self) -> dict[str, int]:
