@@ -97,12 +97,18 @@ def draw_sources(axes: Axes, runs: dict[str, list[Summary]]) -> None:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def draw_tiers(rows: Path, path: Path) -> list[Path]:
-    """Benefit left, price right, by where KV goes when the GPU is full; medians over the draws."""
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+def grouped(rows: Path, *columns: str) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    """A CSV's rows by these columns, in their order."""
+    found: dict[tuple[str, ...], list[dict[str, str]]] = {}
     with rows.open() as file:
         for row in csv.DictReader(file):
-            found.setdefault((row["setting"], row["contender"]), []).append(row)
+            found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return found
+
+
+def draw_tiers(rows: Path, path: Path) -> list[Path]:
+    """Benefit left, price right, by where KV goes when the GPU is full; medians over the draws."""
+    found = grouped(rows, "setting", "contender")
     settings = list(dict.fromkeys(setting for setting, _ in found))
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     titles = {
@@ -124,12 +130,9 @@ def draw_tiers(rows: Path, path: Path) -> list[Path]:
 def draw_frontier(rows: Path, path: Path) -> list[Path]:
     """A panel per number of live sessions: the longest first token over the 90th percentile, a dot per
     contender, and a line along `longest_wait_s` of ours."""
-    found: dict[str, list[dict[str, str]]] = {}
-    with rows.open() as file:
-        for row in csv.DictReader(file):
-            found.setdefault(row["sessions"], []).append(row)
+    found = grouped(rows, "sessions")
     figure, panels = plt.subplots(1, len(found), figsize=(3.8 * len(found), 3.6), layout="constrained")
-    for axes, (sessions, shown) in zip(panels, found.items(), strict=True):
+    for axes, ((sessions,), shown) in zip(panels, found.items(), strict=True):
         at = [(float(row["ttft_p90_s"]), float(row["ttft_max_s"]), row["contender"]) for row in shown]
         axes.plot(*zip(*((x, y) for x, y, name in at if colour(name) == OURS), strict=True), color=OURS)
         for x, y, name in at:
