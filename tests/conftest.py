@@ -18,6 +18,8 @@ from continuum_lmcache.policy.named import POLICIES
 from experiments import policies
 from experiments.tiny_model import make_model
 
+HELPERS = [file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("test_")]
+pytest.register_assert_rewrite(*HELPERS)  # their assertions too say what differs
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(WORKER % (os.cpu_count() or 1))  # a core for each worker

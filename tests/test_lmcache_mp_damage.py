@@ -7,9 +7,11 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,7 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Tier
 from experiments.mp_server import MpProcess
-from experiments.trust.damage import DAMAGE, files_of
+from experiments.trust.damage import DAMAGE, files_of, flip
 
 OFF = json.dumps({"module_path": MODULE, "config": {"checksums": False}})
 CHUNK_BYTES = CHUNK * MpEngine.bytes_per_token
@@ -63,6 +65,32 @@ def test_a_damaged_chunk_is_a_miss_that_is_counted_named_and_stored_anew(
     rig.settle()
     rig.server.clear_l1()
     assert [rig.run(each) for each in PROMPTS[:2]] == 2 * [TierHit(0, 3 * CHUNK)], "they were stored anew"
+
+
+@pytest.mark.parametrize("kind", ["fs_native", "fs"])
+def test_a_damaged_chunk_is_stored_anew_however_late_it_is_deleted(
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rig = mp_rig(kind=kind)
+    rig.run(PROMPTS[0])
+    rig.settle()
+    for file in files_of(rig.server.directory):
+        flip(file, random.Random(0))
+    rig.server.clear_l1()
+    adapter = rig.server._adapter
+    adapter = getattr(adapter, "inner_adapter", adapter)
+    delete = adapter.delete
+
+    def late(keys: Any) -> None:
+        time.sleep(0.3)
+        delete(keys)
+
+    monkeypatch.setattr(adapter, "delete", late)
+    assert found_of(rig, PROMPTS[0]) == 0
+    rig.settle()
+    monkeypatch.setattr(adapter, "delete", delete)
+    rig.server.clear_l1()
+    assert rig.run(PROMPTS[0]) == TierHit(0, 3 * CHUNK)
 
 
 def test_random_damage_between_servers_gives_no_wrong_kv_and_costs_no_whole_chunk(

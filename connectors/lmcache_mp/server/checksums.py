@@ -47,6 +47,7 @@ class WatchedL2:
         self.damaged_chunks = self.failed_stores = 0
         self._stores: dict[int, tuple[Keys, list[bytes]]] = {}  # under way: the keys and their trailers
         self._loads: dict[int, tuple[Keys, list[Any]]] = {}
+        self._deletions: dict[ObjectKey, threading.Thread] = {}  # under way, of damaged chunks
         inner = self._adapter
         self._store, inner.submit_store_task = inner.submit_store_task, self.store
         self._stored, inner.pop_completed_store_tasks = inner.pop_completed_store_tasks, self.stored
@@ -76,7 +77,11 @@ class WatchedL2:
             self._adapter._max_capacity_bytes = max(1, min(self._configured_bytes, room_bytes))
 
     def store(self, keys: Keys, objects: list[Any]) -> int:
-        """submit_store_task. LMCache would keep a file that is there, also one without a checksum."""
+        """submit_store_task. LMCache would keep a file that is there, also one without a checksum; and it
+        reports what it stored before what it deleted, in whatever order it did both."""
+        deletions = self._deletions
+        for deletion in {deletions[key] for key in keys if key in deletions}:
+            deletion.join()
         trailers = []
         if self.checks:
             for path in map(self._path, keys):
@@ -135,7 +140,10 @@ class WatchedL2:
             for path in map(self._path, lost):
                 logger.warning("%s is damaged, or has no checksum: it is not used, and deleted", path)
             # it waits for writes in the adapter's queue, and this thread serves lookups
-            threading.Thread(target=self._adapter.delete, args=(lost,), daemon=True).start()
+            deletion = threading.Thread(target=self._adapter.delete, args=(lost,), daemon=True)
+            deletion.start()
+            alive = {key: thread for key, thread in self._deletions.items() if thread.is_alive()}
+            self._deletions = alive | dict.fromkeys(lost, deletion)  # a new table: the other thread reads it
         return found
 
     def _path(self, key: ObjectKey) -> Path:
