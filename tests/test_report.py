@@ -21,7 +21,7 @@ from continuum_lmcache.types import PinEnd
 pytest.importorskip("plotly")
 
 from continuum_lmcache.report import page as pages
-from continuum_lmcache.report.charts import curves, spans
+from continuum_lmcache.report.charts import RUNNING_KV, curves, spans
 from continuum_lmcache.report.page import rows
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
@@ -104,6 +104,8 @@ def test_the_curves_count_who_runs_who_waits_and_what_is_pinned(tmp_path: Path) 
 
     assert [level("waiting", at_s) for at_s in (0.5, 2.5, 3.5, 6.2)] == [1, 2, 0, 1]
     assert [level("running", at_s) for at_s in (0.5, 3.5, 5.5, 7.0)] == [0, 3, 0, 1]
+    prompts = sum(turn.prompt_tokens for turn in run.turns if turn.started_s <= run.start_s + 3.5)
+    assert [level(RUNNING_KV, at_s) for at_s in (0.5, 3.5, 5.5)] == [0, prompts, 0] and prompts > 0
     blocks = [pin.blocks for program in run.programs for pin in program.pins]
     assert level("pinned blocks", 5.5) == sum(blocks) and level("pinned blocks", 9.0) == 0
     assert all(points[-1][1] == 0 for points in curves(run).values())

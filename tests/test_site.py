@@ -48,6 +48,12 @@ def test_the_first_page_has_the_four_parts_and_a_search(site: Path) -> None:
     assert (site / "search" / "search_index.json").is_file()
 
 
+def test_pictures_of_results_are_dark_in_the_dark_scheme(site: Path) -> None:
+    pages = [page for page in site.rglob("*.html") if '.png"' in page.read_text()]
+    assert pages and all("dark.css" in page.read_text() for page in pages)
+    assert 'img[src$=".png"]' in (site / "dark.css").read_text()
+
+
 def test_every_page_of_docs_is_in_it_and_loads_nothing_from_another_host(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         built = page.relative_to(ROOT / "docs").with_suffix(".html")

@@ -28,6 +28,7 @@ STATES = {  # of a program: colour, width of the bar
     "tool": ("#dfe4ea", 0.8),
     "pinned": ("#3c9d6d", 0.3),
 }
+RUNNING_KV = "KV of running prompts, tokens"
 PROGRAMS_SHOWN = 300
 Points = Mapping[str, Sequence[tuple[float, float]]]  # of a run's line in each picture: x, y
 ROW_PX = 16
@@ -111,13 +112,16 @@ def timeline(run: Recording, label: str, until_s: float) -> go.Figure:
 
 
 def curves(run: Recording) -> dict[str, list[tuple[float, int]]]:
-    """How many turns run and wait, and how many blocks pins hold, by seconds since the first arrival."""
-    changes: dict[str, list[tuple[float, int]]] = {"running": [], "waiting": [], "pinned blocks": []}
+    """Turns that run and wait, the KV of prompts that run, and pinned blocks, by seconds since the first
+    arrival. A head that programs share counts once for each."""
+    names = ("running", "waiting", RUNNING_KV, "pinned blocks")
+    changes: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
     for turn in run.turns:
         gone_s = run.end_s if turn.departure_s is None else turn.departure_s
         started_s = gone_s if turn.started_s is None else turn.started_s
         changes["waiting"] += [(turn.arrival_s, 1), (started_s, -1)]
         changes["running"] += [(started_s, 1), (gone_s, -1)]
+        changes[RUNNING_KV] += [(started_s, turn.prompt_tokens), (gone_s, -turn.prompt_tokens)]
     for pin in (pin for program in run.programs for pin in program.pins):
         until_s = run.end_s if pin.ended_s is None else pin.ended_s
         changes["pinned blocks"] += [(pin.taken_s, pin.blocks), (until_s, -pin.blocks)]
@@ -131,7 +135,7 @@ def curves(run: Recording) -> dict[str, list[tuple[float, int]]]:
 
 
 def over_time(runs: Sequence[Recording], labels: Sequence[str], until_s: float) -> go.Figure:
-    """Turns that run, turns that wait, and pinned blocks: where memory is short, the second grows."""
+    """Turns that run, turns that wait, and what KV is for: where memory is short, the second grows."""
     figure = stairs(runs, labels, [curves(run) for run in runs])
     figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
     figure.update_yaxes(rangemode="tozero")
