@@ -644,9 +644,46 @@ def test_an_engine_is_refused_whose_memory_moves_or_whose_kv_depends_on_more_tha
         model_config=SimpleNamespace(enable_sleep_mode=sleeps, enable_prompt_embeds=embeds),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
     )
-    monkeypatch.setattr(connector, "translate", lambda *_: None)
+    for name in ("translate", "check_layers"):
+        monkeypatch.setattr(connector, name, lambda *_: None)
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
         ContinuumLMCacheMPConnector.check_settings(config)
+
+
+WINDOWS = "layers with a window"
+
+
+@pytest.mark.parametrize(
+    ("model", "is_cpu", "is_merged", "refused", "warned"),
+    [
+        ("gpt-oss-120b", True, False, WINDOWS, ""),
+        ("gpt-oss-120b", True, True, "", ""),  # vLLM keeps windows like full attention
+        ("gpt-oss-120b", False, False, "", WINDOWS),
+        ("qwen3-next-80b-a3b", True, False, "layers with a state", ""),
+        ("deepseek-v3.2", False, False, "", "latent attention"),
+        ("llama-3.3-70b", True, False, "", ""),
+        ("llama-3.3-70b", False, False, "", ""),
+    ],
+)
+def test_layers_that_lmcache_refuses_are_refused_before_the_model_is_loaded(
+    model: str,
+    is_cpu: bool,
+    is_merged: bool,
+    refused: str,
+    warned: str,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: Callable[..., list[str]],
+) -> None:
+    said = logged(startup)
+    monkeypatch.setattr(type(startup.current_platform), "is_cpu", lambda _: is_cpu)
+    found = json.loads((Path(__file__).parent / "configs" / f"{model}.json").read_text())
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=is_merged),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: found)),
+    )
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        startup.check_layers(config, log=True)
+    assert len(said) == bool(warned) and all(warned in line for line in said)
 
 
 def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():

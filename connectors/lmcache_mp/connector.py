@@ -39,6 +39,7 @@ from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import (
     apply_defaults,
     caller,
+    check_layers,
     first_answer,
     translate,
     warn_of_small_l1,
@@ -72,6 +73,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                 "LMCache 0.5.6 does not tell prompt embeddings apart: it would load one prompt's KV for "
                 "another; drop --enable-prompt-embeds or the KV connector"
             )
+        check_layers(vllm_config, log)
         translate(vllm_config, log)
         if log:  # before engines start
             check_machine(transfer_config(vllm_config).kv_connector_extra_config)

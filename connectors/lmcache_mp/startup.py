@@ -14,6 +14,7 @@ from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 
 from connectors.lmcache_mp.settings import with_defaults
@@ -22,7 +23,9 @@ from connectors.lmcache_mp.translation import EngineShape, misspelt, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
+from continuum_lmcache.connector_names import IN_PROCESS
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.model_shapes import shape
 
 logger = init_logger("vllm.continuum.lmcache")
 # what LMCache 0.5.6's clients raise beside OSError. ZMQ: errors of its socket, a reply to another request
@@ -120,6 +123,25 @@ def caller(client: Any) -> Call:
         return payload_back
 
     return call
+
+
+def check_layers(vllm_config: VllmConfig, log: bool) -> None:
+    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded; warn of
+    those that nobody has tried on a GPU (docs/models.md)."""
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return  # then windows are kept like full attention
+    try:
+        config = vllm_config.model_config.hf_text_config.to_dict()
+        what = shape(config, "the model's config", weights=(0.0, "")).special_layers
+    except ConfigError:  # keys that we do not know
+        return
+    if what and current_platform.is_cpu():
+        raise ConfigError(
+            f"LMCache 0.5.6 refuses {what} on a CPU; leave the KV connector out, or name {IN_PROCESS}, with "
+            "which vLLM keeps windows like full attention"
+        )
+    if what and log:
+        logger.warning("nobody has tried %s over LMCache's server on a GPU with this project", what)
 
 
 def first_answer(poller: TierPoller) -> ChangesReply:

@@ -54,9 +54,7 @@ def checked(
 
 def untried(kind: str, shape: ModelShape, on_cpu: bool) -> Iterator[Finding]:
     """What LMCache refuses of this model, or nobody has tried (docs/models.md)."""
-    kinds = {"layers with a state": shape.state_layers, "layers with a window": shape.windowed_layers}
-    kinds["latent attention"] = shape.kv_heads == 0
-    what = ", ".join(name for name, has in kinds.items() if has)
+    what = shape.special_layers
     if kind not in LMCACHE or not what:
         return
     without = "leave --lmcache out"

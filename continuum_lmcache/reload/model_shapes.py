@@ -44,6 +44,13 @@ class ModelShape:
     query_heads: int = 1
     index_bytes: int = 0  # of a token, on every rank: what an indexer of sparse attention keeps beside the KV
 
+    @property
+    def special_layers(self) -> str:
+        """Which layers keep something else than K and V of every token; "": none."""
+        kinds = {"layers with a state": self.state_layers, "layers with a window": self.windowed_layers}
+        kinds["latent attention"] = self.kv_heads == 0
+        return ", ".join(name for name, has in kinds.items() if has)
+
     def layer_bytes(self, ranks: int = 1) -> int:
         """KV of one token in one layer on one rank; a head is never split."""
         if self.kv_heads == 0 and self.index_bytes and self.kv_value_bytes == 1:
