@@ -38,6 +38,7 @@ from experiments.workload import Program
 
 LOCK = ROOT / "requirements" / "agentx.lock"
 BLOCK_TOKENS = 64  # of a trace's hashes
+LEAST_OUTPUT_TOKENS = 4  # an answer of special tokens alone is an error to the harness
 PROGRAMS = 48
 MARGIN_TOKENS = 512  # of a window: the chat template, and the line that makes each session's text its own
 RULE_S = 3600.0  # and at least LEAST_S, or a run does not count
@@ -72,7 +73,8 @@ def as_weka(program: Program, model: str) -> dict[str, Any]:
         del held[min(turn.kept_tokens, before) // BLOCK_TOKENS :]
         held += [next(fresh) for _ in range(-(-turn.input_tokens // BLOCK_TOKENS) - len(held))]
         took_s = turn.output_tokens * ANSWER_S
-        lengths = {"in": turn.input_tokens, "out": turn.output_tokens, "hash_ids": [*held]}
+        out_tokens = max(LEAST_OUTPUT_TOKENS, turn.output_tokens)
+        lengths = {"in": turn.input_tokens, "out": out_tokens, "hash_ids": [*held]}
         requests.append(
             {"t": t_s, "type": "s", "model": model, **lengths, "stop": "tool_use", "api_time": took_s}
         )

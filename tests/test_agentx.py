@@ -20,6 +20,7 @@ def test_a_prompt_repeats_the_blocks_of_the_last_prompt_that_it_keeps() -> None:
     program = growing("p", (200, 100, 50), (10, 20, 5), gap_s=2.0)
     first, second, third = agentx.as_weka(program, "m")["requests"]
     assert [turn["in"] for turn in (first, second, third)] == [200, 310, 380]
+    assert [turn["out"] for turn in (first, second, third)] == [10, 20, 5]
     assert [len(turn["hash_ids"]) for turn in (first, second, third)] == [4, 5, 6]  # 64 tokens each
     assert second["hash_ids"][:3] == first["hash_ids"][:3]
     assert second["hash_ids"][3] not in first["hash_ids"]  # a part of it was the answer
@@ -31,6 +32,7 @@ def test_a_prompt_that_leaves_its_history_shares_no_block_behind_that_place() ->
     first, second = agentx.as_weka(Program("p", 0.0, turns), "m")["requests"]
     assert second["hash_ids"][:2] == first["hash_ids"][:2]
     assert not set(second["hash_ids"][2:]) & set(first["hash_ids"])
+    assert second["out"] == 4, "one token alone may be a special one, without text"
 
 
 def test_a_turn_begins_a_gap_after_the_answer_before_it() -> None:
