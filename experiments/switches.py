@@ -2,7 +2,8 @@
 
     python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
     python -m experiments.switches priced_pins,measured_chunk --regimes "fig8"      # a joint ablation
-    python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
+    python -m experiments.switches load_or_recompute --regimes "tools x 10, slow disk" --ssd-gbps 0.05
+    python -m experiments.switches my_policies:twice_mean     # on: a policy of one's own, off: continuum
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
 A switch is one of policies.SWITCHES, or a setting that is true or false. infer_programs is run
@@ -23,6 +24,7 @@ from typing import Annotated
 import typer
 
 from continuum_lmcache.config import KEYS
+from continuum_lmcache.policy.named import policy_named
 from experiments import policies
 from experiments.offload_sweep import seeds_of
 from experiments.policies import registered, without
@@ -54,8 +56,11 @@ class Pair:
 
 
 def with_switches(point: Point, switches: Sequence[str], are_on: bool) -> Result:
-    """One run of the point with these on or off."""
+    """One run of the point with these on or off; a policy of one's own is on in the other's place."""
     programs = programs_of(point)
+    if ":" in switches[0]:
+        setup = setup_of(point, programs)
+        return simulate(programs, replace(setup, policy=switches[0]) if are_on else setup)
     if "infer_programs" in switches:
         programs = tuple(replace(program, source="unnamed") for program in programs)
     setup = setup_of(point, programs)
@@ -95,6 +100,9 @@ def chosen(names: str | None) -> Sequence[tuple[str, ...]]:
     if names is None:
         return [(name,) for name in SWITCHES]
     switches = tuple(names.split(","))
+    if ":" in names:
+        policy_named(names)
+        return [(names,)]
     booleans = (name for name, kind in KEYS.items() if kind == "bool")
     known = list(dict.fromkeys([*policies.SWITCHES, *booleans]))
     for name in switches:

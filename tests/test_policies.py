@@ -225,14 +225,19 @@ def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
 WRONG = {
     "retain": ("turn, state", ["2.5", "None", *(f"kept({ttl})" for ttl in ("nan", "inf", "-1.0", "None"))]),
     "order": ("entry", ["1.0", "(nan,)", "('first',)"]),
-    "may_start": ("first, room", ["True", "None"]),
+    "may_start": ("first, room", ["True", "None", "Start('no', 'why', 0, 0)"]),
     "gives_up_place": (
         "turn, state, places",
-        ["False", "Place(True, 'why', -1.0)", "Place(True, 'why', nan)"],
+        ["False", *(f"Place({it})" for it in ("1, 'why', 1.0", "True, 7, 1.0", "True, 'why', -1.0"))]
+        + ["Place(True, 'why', nan)"],
     ),
     "chunk": ("step", ["512", "Chunk(0, 'why')", "Chunk(1.5, 'why')"]),
-    "to_load": ("where, state", ["0", "LoadChoice(LoadReason.LOAD, 31)", "LoadChoice(LoadReason.LOAD, -1)"]),
-    "evicts_first": ("end", ["True", "None"]),
+    "to_load": (
+        "where, state",
+        ["0", "LoadChoice('load', 30)"]
+        + [f"LoadChoice(LoadReason.LOAD, {it})" for it in ("31", "-1", "30.0", "30, nan", "30, 0.0, nan")],
+    ),
+    "evicts_first": ("end", ["True", "None", "Eviction('no', 'why')"]),
     "longest_wait_s": ("line", ["None", "nan", "-1.0"]),
 }
 
@@ -254,7 +259,7 @@ def test_a_wrong_answer_of_a_policy_of_ones_own_is_refused_in_a_sentence(
     monkeypatch.syspath_prepend(tmp_path)
     where = Residency(0, 10, 20, 40)
     asked = [where if word == "where" else None for word in WRONG[function][0].split(", ")]
-    with pytest.raises(ConfigError, match=f"'{name}:own': {function} answered .*; it must be a"):
+    with pytest.raises(ConfigError, match=f"'{name}:own': {function} answered .*; it must be a.*asked of"):
         getattr(policy_named(f"{name}:own"), function)(*asked)
 
 

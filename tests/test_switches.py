@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
 
@@ -14,6 +16,16 @@ def test_each_switch_is_tried_alone_or_those_that_are_named_together() -> None:
     assert chosen(",".join(SWITCHES)) == [SWITCHES]
     with pytest.raises(typer.BadParameter, match="'evict_ended_program' is no switch"):
         chosen("admission,evict_ended_program")
+
+
+def test_a_policy_of_ones_own_is_on_in_the_place_of_continuum(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "by_name.py").write_text("from experiments.policies import plas as own\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (names,) = chosen("by_name:own")
+    mine, plas = (pair(Point(policy, 8, 0.1, 0), names, 3) for policy in ("continuum", "plas"))
+    assert mine.on.mean_job_s == plas.off.mean_job_s != mine.off.mean_job_s
 
 
 def test_both_runs_of_a_pair_are_of_one_seed_and_differ_in_the_switches_alone() -> None:

@@ -19,8 +19,8 @@ from continuum_lmcache.policy.continuum import continuum
 from continuum_lmcache.policy.interface import Chunk, Eviction, Policy
 from continuum_lmcache.policy.published import published
 from continuum_lmcache.policy.static_ttl import static_ttl
-from continuum_lmcache.reload.load_policy import LoadChoice
-from continuum_lmcache.types import Place, Retention, Start
+from continuum_lmcache.reload.load_policy import LoadChoice, LoadReason, LoadState
+from continuum_lmcache.types import Place, Residency, Retention, Start
 
 POLICIES: dict[str, Policy] = {
     "continuum": continuum,
@@ -35,15 +35,26 @@ class Question(NamedTuple):
     takes: str
     kind: type | tuple[type, ...]
     answer: str
-    is_right: Callable[..., bool] = lambda *_: True  # of an answer of that kind, and of what was asked
+    is_right: Callable[..., bool]  # of an answer of that kind, and of what was asked
 
 
 def is_time(value: Any, most_s: float = math.inf) -> bool:
     return isinstance(value, int | float) and 0.0 <= value <= most_s
 
 
+def is_choice(chosen: Any, reason: Any) -> bool:
+    return type(chosen) is bool and isinstance(reason, str)
+
+
 def is_order(answer: Any, *_: Any) -> bool:
     return all(isinstance(n, int | float) and n == n for n in answer)
+
+
+def is_load(answer: Any, where: Residency, _: LoadState) -> bool:
+    held = (0, where.dram_tokens, where.dram_tokens + where.ssd_tokens)
+    tokens_are_right = type(answer.tokens) is int and answer.tokens in held
+    costs_are_right = is_time(answer.chosen_s) and is_time(answer.excess_s)
+    return isinstance(answer.decision, LoadReason) and tokens_are_right and costs_are_right
 
 
 LONGEST_S = sys.float_info.max
@@ -51,24 +62,34 @@ FUNCTIONS = {
     "retain": Question(
         "turn, state",
         Retention,
-        "a Retention, ttl_s finite and >= 0",
-        lambda a, *_: is_time(a.ttl_s, LONGEST_S),
+        "a Retention, ttl_s finite and >= 0, its reason a word",
+        lambda a, *_: is_time(a.ttl_s, LONGEST_S) and isinstance(a.reason, str),
     ),
     "order": Question("entry", tuple, "a tuple of numbers", is_order),
-    "may_start": Question("first, room", Start, "a Start"),
+    "may_start": Question(
+        "first, room", Start, "a Start of a bool and a word", lambda a, *_: is_choice(a.may, a.reason)
+    ),
     "gives_up_place": Question(
-        "turn, state, places", Place, "a Place, expected_s >= 0", lambda a, *_: is_time(a.expected_s)
+        "turn, state, places",
+        Place,
+        "a Place of a bool, a word and expected_s >= 0",
+        lambda a, *_: is_choice(a.is_kept, a.reason) and is_time(a.expected_s),
     ),
     "chunk": Question(
-        "step", Chunk, "a Chunk, tokens above 0", lambda a, *_: type(a.tokens) is int and a.tokens > 0
+        "step",
+        Chunk,
+        "a Chunk of an int above 0 and a word",
+        lambda a, *_: type(a.tokens) is int and a.tokens > 0 and isinstance(a.reason, str),
     ),
     "to_load": Question(
         "where, state",
         LoadChoice,
-        "a LoadChoice, tokens all that the tiers hold, DRAM's part or 0",
-        lambda a, where, _: a.tokens in (0, where.dram_tokens, where.dram_tokens + where.ssd_tokens),
+        "a LoadChoice of a LoadReason and, as an int, all that the tiers hold, DRAM's part or 0",
+        is_load,
     ),
-    "evicts_first": Question("end", Eviction, "an Eviction"),
+    "evicts_first": Question(
+        "end", Eviction, "an Eviction of a bool and a word", lambda a, *_: is_choice(a.is_first, a.reason)
+    ),
     "longest_wait_s": Question("line", (int, float), "a number of seconds >= 0", lambda a, *_: is_time(a)),
 }
 
@@ -116,7 +137,8 @@ def checked(name: str, field: str, function: Callable[..., Any]) -> Callable[...
         found = function(*values)
         if not (isinstance(found, asked.kind) and asked.is_right(found, *values)):
             raise ConfigError(
-                f"continuum.policy {name!r}: {field} answered {found!r}; it must be {asked.answer}"
+                f"continuum.policy {name!r}: {field} answered {found!r}; it must be {asked.answer} (asked of "
+                f"{values[0]!r:.300})"
             )
         return found
 
