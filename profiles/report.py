@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS
 from profiles.engine_timing import KvShape
 from profiles.fit import Fit, fit_load, fit_prefill, fit_step, refuse_poor
 from profiles.timing import rounded
@@ -17,7 +18,6 @@ Timings = dict[Any, list[float]]  # seconds of each repetition
 @dataclass(frozen=True, slots=True)
 class Measured:
     shape: KvShape
-    chunk_tokens: int  # LMCache's
     prefill: Timings  # by (tokens, context tokens)
     steps: Timings  # by (chunk tokens, context tokens, decoding sequences)
     copies: Timings  # by ("load" | "store", chunks)
@@ -37,7 +37,7 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
     profile: dict[str, Any] = {
         "prefill": section(prefill, measured.prefill),
         "kv_bytes_per_token": measured.shape.bytes_per_token,
-        "chunk_tokens": measured.chunk_tokens,
+        "chunk_tokens": CHUNK_TOKENS,
         "step": section(step, measured.steps),
         "kv_tokens": measured.kv_tokens,
     }
@@ -53,7 +53,7 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
         ("ssd", "disk_read", measured.disk, "load"),
         ("ssd_store", "disk_write", measured.disk, "store"),
     ):
-        chunk_bytes = measured.chunk_tokens * measured.shape.bytes_per_token
+        chunk_bytes = CHUNK_TOKENS * measured.shape.bytes_per_token
         mine = {(n,): samples for (direction, n), samples in timings.items() if direction == way}
         fit = fit_load({n * chunk_bytes: seconds for (n,), seconds in medians(mine).items()})
         profile[name] = {

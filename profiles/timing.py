@@ -9,12 +9,14 @@ from typing import TypeVar
 
 Clock = Callable[[], float]
 P = TypeVar("P", bound=Hashable)
+T = TypeVar("T")
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[..., T], *args: object) -> tuple[float, T]:
+    """The seconds that it took, and what it returned."""
     began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
+    found = work(*args)
+    return time.perf_counter() - began_s, found
 
 
 class Budget:
