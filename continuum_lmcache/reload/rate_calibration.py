@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from continuum_lmcache.reload.cost_model import SECTIONS, CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import SECTIONS, CostModel
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Residency, Tier
 
@@ -49,10 +49,6 @@ class RateDrift:
         most = math.log(MOST_DRIFT)
         return RateDrift(max(-most, min(most, found)), self.loads + 1, self.prior, latest)
 
-    def of(self, measured: TransferRate | PrefillCurve) -> TransferRate | PrefillCurve:
-        """The profile's rate or curve, corrected. Its samples are the profile's and the loads since."""
-        return measured.slower(math.exp(self.log_slower), measured.samples + self.loads)
-
 
 class CalibratedCosts:
     """Costs whose rates follow the loads and the steps: the profile times one factor each.
@@ -80,8 +76,9 @@ class CalibratedCosts:
 
     def _learn(self, name: str, log_slower: float) -> None:
         drift = self.drifts[name] = self.drifts[name].updated(log_slower)
-        corrected: dict[str, Any] = {name: drift.of(getattr(self._profile, name))}
-        self.costs = replace(self.costs, **corrected)
+        profile: Any = getattr(self._profile, name)
+        slower = profile.slower(math.exp(drift.log_slower), profile.samples + drift.loads)
+        self.costs = replace(self.costs, **{name: slower})
 
     @property
     def samples(self) -> dict[str, int]:
