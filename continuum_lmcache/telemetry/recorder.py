@@ -11,21 +11,20 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any, assert_never
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events
-from continuum_lmcache.types import Retention, Start, TurnId
+from continuum_lmcache.types import Start, TurnId
 
 Event = dict[str, Any]
 
 FORMAT = 2
 META = "_recording"  # the file's one entry that is no program: a list, like every entry
 MAX_NAME_CHARS = 200  # ids and tool keys come from clients: longer ones are cut
-EXPLANATION = tuple(f.name for f in fields(Retention))
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ class EventRecorder:
                     output_tokens=event.output_tokens,
                     first_token_s=event.first_token_s,
                     last=event.is_last,
-                    retention={name: plain(getattr(keep, name)) for name in EXPLANATION} if keep else None,
+                    retention={name: plain(value) for name, value in asdict(keep).items()} if keep else None,
                     place={"kept": place.is_kept, "reason": place.reason} if place else None,
                 )
             case events.PrefixLost(loss=loss):
