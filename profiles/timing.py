@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-Clock = Callable[[], float]
 P = TypeVar("P", bound=Hashable)
 T = TypeVar("T")
 
@@ -22,7 +21,7 @@ def timed(work: Callable[..., T], *args: object) -> tuple[float, T]:
 class Budget:
     """How long measuring may still take, and how often each point is to be repeated."""
 
-    def __init__(self, seconds: float, repetitions: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, seconds: float, repetitions: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.repetitions = repetitions
         self._clock, self._end_s = clock, clock() + seconds
 

@@ -86,7 +86,7 @@ def timeline(run: Recording, label: str, until_s: float) -> go.Figure:
     drawn = [(row, span) for row, program in enumerate(shown) for span in spans(program, run.end_s)]
     names, figure = [plain(program.id) for program in shown], go.Figure()
     for state, (colour, width) in STATES.items():
-        mine = [(row, span) for row, span in drawn if span.state == state and span.end_s >= span.start_s]
+        mine = [(row, span) for row, span in drawn if span.state == state]
         begins_s = [span.start_s - run.start_s for _, span in mine]
         lasts_s = [span.end_s - span.start_s for _, span in mine]
         about = [

@@ -16,7 +16,6 @@ from hashlib import blake2b
 from typing import Any, assert_never
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events
 from continuum_lmcache.types import Start, TurnId
 
@@ -124,25 +123,19 @@ class EventRecorder:
         event: Event = {kind: self._wall_s(of.now_s)}
         if turn is not None:
             event["turn"] = self.name(turn)
-        name = self.name(of.program)  # before the oldest event is dropped: a bad id changes nothing
         if len(self._events) >= self.max_events:
             oldest, _ = self._events.popleft()
             self._missing[oldest] = self._missing.get(oldest, 0) + 1
             self._dropped += 1
-        self._events.append((name, event | facts))
+        self._events.append((self.name(of.program), event | facts))
 
     def name(self, name: str) -> str:
         """A program's or turn's name in the file: bounded, hashed if configured, never META."""
-        if not isinstance(name, str):
-            raise InvariantError(f"recorder: {name!r} is no id; a turn without a program has no history")
         if self.hash_ids:
-            return self._digest(name)
+            return digest(name, self.salt)
         if len(name) > MAX_NAME_CHARS:
-            return f"{name[:MAX_NAME_CHARS]}~{self._digest(name)}"
+            return f"{name[:MAX_NAME_CHARS]}~{digest(name)}"
         return f"_{name}" if name.startswith("_") and name.lstrip("_") == META.lstrip("_") else name
-
-    def _digest(self, name: str) -> str:
-        return digest(name, self.salt if self.hash_ids else b"")
 
     def _wall_s(self, now_s: float) -> float:
         return round(now_s + self.epoch_s, 6)
