@@ -31,7 +31,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import Route
 from continuum_lmcache.programs.identity import hidden
-from continuum_lmcache.serve.names import ApiKeys, TurnName
+from continuum_lmcache.serve.names import NameTurns, TurnName
 from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
@@ -44,9 +44,9 @@ FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused
 
 class ProgramRouter(ConsistentHashRouter):
     def initialize_state(self, **kwargs: Any) -> None:
-        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.digests."""
+        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: their digests."""
         self._key = bytes.fromhex(kwargs.pop("key"))
-        ApiKeys.digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
+        NameTurns.key_digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._state: Any = None
         self._patience_s = PATIENCE_S
