@@ -93,12 +93,10 @@ class ToolDurations:
             return self
         return self._tenants.get(tenant) or ToolDurations(self)
 
-    def observe(self, tool: ToolKey, gap_s: float, tenant: str = "") -> bool:
-        """The program came back after `gap_s`. False if that is no possible gap."""
-        if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
-            return False
-        self._add(tool, max(gap_s, SHORTEST_GAP_S), tenant)
-        return True
+    def observe(self, tool: ToolKey, gap_s: float, tenant: str = "") -> None:
+        """The program came back after `gap_s`. What is no possible gap does not count."""
+        if 0.0 <= gap_s <= MAX_GAP_S:  # false for nan
+            self._add(tool, max(gap_s, SHORTEST_GAP_S), tenant)
 
     def add_lost(self, tool: ToolKey, tenant: str = "") -> None:
         """The program is no longer expected back. Without this a tool that often hangs would look like its
