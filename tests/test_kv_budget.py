@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.console.known_models import by_name
 from continuum_lmcache.reload.model_shapes import ModelShape
 
-LLAMA = KNOWN["llama-3.1-8b"]
+LLAMA = by_name("Llama-3.1-8B")
 LATENT = ModelShape("mla", 61, 0, 576, 2, 1.3e12, 163_840, "by hand")  # DeepSeek-V3's shape
 
 
 def test_a_token_of_llama_8b_takes_128_kib() -> None:
     """32 layers x 8 heads x 128 x K and V x 2 bytes, as profiles/*.yaml have it too."""
     assert LLAMA.bytes_per_token() == 131_072
-    assert KNOWN["llama-3.1-70b"].bytes_per_token() == 327_680
-    assert KNOWN["qwen2.5-7b"].bytes_per_token() == 57_344
+    assert by_name("Llama-3.1-70B").bytes_per_token() == 327_680
+    assert by_name("Qwen2.5-7B").bytes_per_token() == 57_344
 
 
 def test_ranks_share_heads_until_there_are_more_ranks_than_heads() -> None:

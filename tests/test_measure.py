@@ -18,9 +18,9 @@ from continuum_lmcache.errors import ProfileError  # noqa: E402
 from continuum_lmcache.reload.cost_model import CostModel  # noqa: E402
 from profiles import disk_timing  # noqa: E402
 from profiles.engine_timing import KvShape  # noqa: E402
-from profiles.fit import fit_load, fit_prefill, fit_step, refuse_poor  # noqa: E402
+from profiles.fit import fit_load, fit_prefill, fit_step  # noqa: E402
 from profiles.report import Measured, points, profile_of  # noqa: E402
-from profiles.timing import Budget, in_turns  # noqa: E402
+from profiles.timing import Budget, in_turns, time_moves  # noqa: E402
 
 GRID = [(n, c) for n in (128, 512, 2048, 8192) for c in (0, 1024, 16384)]
 SHAPE = KvShape(layers=2, bytes_per_token=2 * 2 * 2 * 64 * 2, block_tokens=128, dtype=torch.bfloat16)
@@ -51,7 +51,7 @@ def measured(noise=0.0, rate=1e9):
     steps = {
         (n, c, b): samples(0.01 + 1e-4 * n + 1e-3 * b) for n in (0, 128) for c in (256, 512) for b in (1, 4)
     }
-    return Measured(SHAPE, 256, {p: samples(prefill_s(*p)) for p in GRID}, steps, moves, moves, 4096)
+    return Measured(SHAPE, {p: samples(prefill_s(*p)) for p in GRID}, steps, moves, moves, 4096)
 
 
 H200_PREFILLS = {  # measured, Llama 3.1 8B's shape: {(tokens, context tokens): seconds}
@@ -120,11 +120,10 @@ def test_too_few_points_are_refused_with_what_to_do(points, says):
 
 def test_a_poor_fit_is_refused_unless_forced():
     draw = random.Random(0)
-    fit = fit_prefill({p: draw.uniform(0.1, 1.0) for p in GRID})
-    assert fit.r2 < 0.98
+    poor = replace(measured(), prefill={p: [draw.uniform(0.1, 1.0)] for p in GRID})
     with pytest.raises(ProfileError, match=r"prefill: R2 is .* under 0.98; .* --force"):
-        refuse_poor(fit, "prefill", force=False)
-    refuse_poor(fit, "prefill", force=True)
+        profile_of(poor)
+    assert profile_of(poor, force=True)["provenance"]["prefill_fit"]["r2"] < 0.98
 
 
 class Machine:
@@ -194,20 +193,19 @@ def files(tmp_path):
 
 def test_the_disk_gives_back_what_was_written(files):
     written = [bytes(buffer[:]) for buffer in files._buffers]
-    files.write([0, 1, 2, 3])
+    files.move("store", [0, 1, 2, 3])
     for buffer in files._buffers:
         buffer.seek(0)
         buffer.write(bytes(files.chunk_bytes))
-    files.drop([0, 1, 2, 3])
-    files.read([0, 1, 2, 3])
+    files.move("load", [0, 1, 2, 3])
     assert [bytes(buffer[:]) for buffer in files._buffers] == written
 
 
 def test_chunks_that_o_direct_cannot_read_go_through_the_page_cache(tmp_path):
     with disk_timing.chunk_files(tmp_path, 1000, count=1) as files:
         assert not files.direct
-        files.write([0])
-        files.read([0])
+        files.move("store", [0])
+        files.move("load", [0])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,5 +229,5 @@ def test_copies_move_every_chunk_the_way_they_say(monkeypatch):
     assert ones(mover) == mover._host[3].numel()
     mover.load(list(range(3, 100)))
     assert ones(mover) >= 97 * mover._host[3].numel(), "two chunks went to the same blocks"
-    taken = copy_timing.time_copies(mover, [1, 2], Budget(600, 1), no_tick)
+    taken = time_moves([1, 2], mover.chunks, mover.move, Budget(600, 1), no_tick)
     assert set(taken) == {("load", 1), ("store", 1), ("load", 2), ("store", 2)}

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentio
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.console.known_models import by_name
 from continuum_lmcache.reload.cards import CARDS
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.reload.model_shapes import ModelShape
@@ -64,7 +64,7 @@ MODELS = {  # GiB of KV and ranks; a state's page is a block, whose size vLLM ra
 @pytest.mark.parametrize("name", MODELS)
 def test_a_models_programs_are_those_that_vllm_says_fit(name: str) -> None:
     gib, ranks = MODELS[name]
-    shape, block = KNOWN[name], BLOCK
+    shape, block = by_name(name), BLOCK
     if shape.state_layers:
         block = math.ceil(shape.state_bytes / ranks / (shape.layer_bytes(ranks) * BLOCK)) * BLOCK
     config = VllmConfig(

@@ -10,15 +10,13 @@ import pytest
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, advice
-from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.console.known_models import by_name
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.telemetry.findings import Severity
 from continuum_lmcache.types import Tier
 
-SHAPE = KNOWN["llama-3.1-8b"]
-COSTS = CostModel(
-    PrefillCurve(0, 1e-4, 0, 9), TransferRate(25e9, 0, 9), TransferRate(5e9, 0, 9), 131_072, 256
-)
+SHAPE = by_name("Llama-3.1-8B")
+COSTS = CostModel(PrefillCurve(0, 1e-4, 0, 9), TransferRate(25e9, 0, 9), TransferRate(5e9, 0, 9), 131_072)
 SLOW = TransferRate(1e9, 0, 9)  # 131 us a token where computing takes 100
 PLAN = DeploymentPlan(
     SHAPE,

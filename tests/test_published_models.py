@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from console import Command
 
-from continuum_lmcache.console.known_models import CONFIGS, KNOWN, by_name
+from continuum_lmcache.console.known_models import CONFIGS, by_name
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.model_weights import parameters, quantized_bits
@@ -161,7 +161,7 @@ def test_parameters_of_known_models_are_those_of_their_cards() -> None:
         assert sum(parameters(CONFIGS[name], name).values()) / 1e9 == pytest.approx(billions, rel=0.002), name
     active = {"DeepSeek-V3.1": 37, "Qwen3-Coder-30B-A3B": 3.3, "Kimi-K2": 32, "GLM-4.5-Air": 13}
     for name, billions in active.items():
-        assert KNOWN[name.lower()].active_parameters / 1e9 == pytest.approx(billions, rel=0.04), name
+        assert by_name(name).active_parameters / 1e9 == pytest.approx(billions, rel=0.04), name
 
 
 # quantization -------------------------------------------------------------------------

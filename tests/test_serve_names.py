@@ -21,7 +21,6 @@ from continuum_lmcache.serve.names import (
     HEADER,
     MOST_BYTES,
     NO_TURN,
-    ApiKeys,
     NameTurns,
     TurnName,
     middlewares,
@@ -128,7 +127,7 @@ def test_a_field_that_is_too_long_for_a_name_is_no_object() -> None:
 def test_without_the_replicas_api_key_a_request_is_no_turn_and_nothing_of_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ApiKeys, "digests", frozenset(map(key_digest, ("one", "two"))))
+    monkeypatch.setattr(NameTurns, "key_digests", frozenset(map(key_digest, ("one", "two"))))
     sent = body(job_id="run")
     for wrong in (
         {},

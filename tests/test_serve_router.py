@@ -22,7 +22,7 @@ from ray.serve.request_router import PendingRequest
 
 from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.programs.identity import key_digest
-from continuum_lmcache.serve.names import ApiKeys, TurnName
+from continuum_lmcache.serve.names import NameTurns, TurnName
 from continuum_lmcache.serve.router import PATIENCE_S, POLL_S, SHORT_S, ProgramRouter
 
 pytestmark = pytest.mark.anyio
@@ -251,8 +251,8 @@ async def test_a_state_that_hangs_holds_up_the_first_turns_and_later_ones_for_a_
 
 
 async def test_the_proxy_learns_the_replicas_api_keys_as_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ApiKeys, "digests", frozenset())
+    monkeypatch.setattr(NameTurns, "key_digests", frozenset())
     made = router(state(away), "a")
-    assert not ApiKeys.digests
+    assert not NameTurns.key_digests
     made.initialize_state(key=b"key".hex(), api_keys=[key_digest("secret").hex()])
-    assert ApiKeys.digests == {key_digest("secret")}
+    assert NameTurns.key_digests == {key_digest("secret")}

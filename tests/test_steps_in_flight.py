@@ -22,7 +22,6 @@ PROFILE = {
     "dram": RATE,
     "ssd": RATE,
     "kv_bytes_per_token": 8,
-    "chunk_tokens": 16,
 }
 
 

@@ -31,7 +31,7 @@ def learned(*batches):
     gaps = ToolDurations()
     for tool, gaps_s in batches:
         for gap_s in gaps_s:
-            assert gaps.observe(tool, gap_s)
+            gaps.observe(tool, gap_s)
     return gaps
 
 
@@ -117,7 +117,7 @@ def test_a_few_calls_tell_a_tool_that_ends_programs_from_one_that_does_not():
 def test_a_gap_that_cannot_be_is_refused():
     gaps = ToolDurations()
     for gap_s in (-0.001, math.nan, math.inf, -math.inf, MAX_GAP_S * 2):
-        assert not gaps.observe(PYTEST, gap_s)
+        gaps.observe(PYTEST, gap_s)
     assert gaps.distribution(PYTEST).n == 0
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from continuum_lmcache.capacity.kv_budget import GIB, KVBudget
-from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
@@ -132,8 +131,6 @@ def _costs(plan: DeploymentPlan) -> Iterator[Finding]:
 
 def load_cost(costs: CostModel, tier: Tier) -> tuple[float, float]:
     """Seconds of a load from `tier`, once and for each token; one from disk passes through DRAM."""
-    if tier not in (Tier.DRAM, Tier.SSD):
-        raise ConfigError(f"nothing is loaded from tier {tier.value!r}; choose dram or ssd")
     rates = (costs.dram,) if tier is Tier.DRAM else (costs.dram, costs.ssd)
     per_token_s = sum(costs.kv_bytes_per_token / rate.bytes_per_s for rate in rates)
     return sum(rate.fixed_s for rate in rates), per_token_s

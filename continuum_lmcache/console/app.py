@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -62,16 +63,15 @@ def show_versions(wanted: bool) -> None:
             print(name, metadata.version(name), f"(supported: {supported})")
         except metadata.PackageNotFoundError:
             print(name, "is not installed here")
-    is_here = find_spec("vllm") is not None
+    if find_spec("vllm") is None:
+        print("the plugin has no vLLM to load it here; doctor, estimate, status and report work without")
+        raise typer.Exit(1)
     chosen = os.environ.get("VLLM_PLUGINS")  # of these names only, vLLM loads plugins
     is_found = any(plugin.name == PLUGIN for plugin in metadata.entry_points(group="vllm.general_plugins"))
     loads = is_found and (chosen is None or PLUGIN in chosen.split(","))
     why = "" if loads or chosen is None else f": VLLM_PLUGINS is {chosen!r}, without {PLUGIN!r}"
-    if not is_here:
-        print("the plugin has no vLLM to load it here; doctor, estimate, status and report work without")
-    else:
-        print(f"vLLM {'loads' if loads else 'does not load'} the plugin{why}")
-    raise typer.Exit(0 if loads and is_here else 1)
+    print(f"vLLM {'loads' if loads else 'does not load'} the plugin{why}")
+    raise typer.Exit(0 if loads else 1)
 
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object instead of text")]
@@ -184,7 +184,7 @@ def run_script(name: str, arguments: list[str]) -> None:
     if missing := [module for module in modules if find_spec(module) is None]:
         needs = f"{', '.join(missing)} not installed here; pip install 'continuum-lmcache[{extra}]'"
         raise ConfigError(f"{needs}, or without a GPU run make install in a clone")
-    raise typer.Exit(shipped.run(name, arguments))
+    raise typer.Exit(subprocess.call([sys.executable, shipped.FILES / name, *arguments]))
 
 
 def base_url(url: str) -> str:

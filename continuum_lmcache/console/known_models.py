@@ -41,19 +41,12 @@ def by_name(name: str) -> ModelShape:
     names = {one.lower(): one for one in CONFIGS}
     names |= {ACTIVE.sub("", one): found for one, found in names.items()}
     if found := names.get(left):
-        return known(found, **({"quantization_config": quantized} if quantized else {}))
+        config = CONFIGS[found] | ({"quantization_config": quantized} if quantized else {})
+        known = shape(config, found, found)
+        return replace(known, source=f"{known.source}, {CARD}")
     if size := BILLIONS.search(left):
         sizes = {one: sum(parameters(CONFIGS[one], one).values()) / 1e9 for one in CONFIGS}
         names = {key: one for key, one in names.items() if 0.7 < sizes[one] / float(size[1]) < 1.4}
     longer = [key for key in names if key.startswith(f"{left}-")]
     near = longer[:1] or difflib.get_close_matches(left, names, n=1, cutoff=0.75)
     raise ConfigError(f"did you mean {names[near[0]]!r}?" if near else f"Known: {', '.join(CONFIGS)}")
-
-
-def known(name: str, **more: Any) -> ModelShape:
-    """The shape of a name in CONFIGS. `more`: other fields."""
-    found = shape(CONFIGS[name] | more, name, name)
-    return replace(found, source=f"{found.source}, {CARD}")
-
-
-KNOWN = {name.lower(): known(name) for name in CONFIGS}

@@ -18,7 +18,7 @@ PARTS = ("text_config", "vision_config")
 
 
 def shape_of(model: str, weight_bytes: float | None = None) -> ModelShape:
-    """The shape of a config.json, of a folder with one, or of a model in KNOWN. Raises ConfigError.
+    """The shape of a config.json, of a folder with one, or of a well-known model. Raises ConfigError.
 
     `weight_bytes`: if not the model's own.
     """

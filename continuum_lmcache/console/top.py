@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,8 @@ def watch(url: str, console: Console) -> None:
             live.update(view(url, ranks_of(url)), refresh=True)
 
 
-def view(url: str, ranks: Iterable[Rank]) -> Group:
+def view(url: str, ranks: Sequence[Rank]) -> Group:
     """One line of counts, one of memory a rank, and a row for each program."""
-    ranks = list(ranks)
     table = headed("program", "does", "for", "context", "turns")
     for column in table.columns:
         column.no_wrap = True

@@ -8,7 +8,7 @@ from email.utils import formatdate
 from statistics import fmean, quantiles
 from typing import Any
 
-from continuum_lmcache.recordings.reader import SOURCES, RecordedTurn, Recording
+from continuum_lmcache.recordings.reader import SOURCES, Recording
 from continuum_lmcache.telemetry.findings import counted
 
 RANKS = {"median": 50, "p95": 95, "p99": 99}
@@ -30,7 +30,9 @@ def figures(run: Recording) -> dict[str, Any]:
         "job_time_s": spread([program.job_time_s for program in complete]),
         "first_token_s": {name: spread(waits) for name, waits in first_tokens_s(run).items()},
         "queue_wait_s": spread([t.started_s - t.arrival_s for t in turns if t.started_s is not None]),
-        "prompt_tokens": sources(turns),
+        "prompt_tokens": {
+            place: sum(turn.sources.get(place, 0) for turn in turns) for place in (*SOURCES, "computed")
+        },
         "lost_tokens": run.lost,
         "preemptions": sum(turn.preemptions for turn in turns),
         "pins": {"taken": len(pins), "reused": outcomes["reused"]},
@@ -55,11 +57,6 @@ def first_tokens_s(run: Recording) -> dict[str, list[float]]:
         if turn.first_token_s is not None:
             waits["first turns" if id(turn) in firsts else "later turns"].append(turn.first_token_s)
     return waits
-
-
-def sources(turns: Sequence[RecordedTurn]) -> dict[str, int]:
-    """Prompt tokens by the source of their KV, when turns were first scheduled."""
-    return {place: sum(turn.sources.get(place, 0) for turn in turns) for place in (*SOURCES, "computed")}
 
 
 def summary(run: Recording) -> str:

@@ -16,7 +16,6 @@ VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 Config = Mapping[str, Any]
-Parts = Mapping[str, int]
 GIVE = "give --weights-gib"
 
 PARTS = {  # one module of each part, as a checkpoint names it; of the others no format quantizes any
@@ -28,7 +27,7 @@ PARTS = {  # one module of each part, as a checkpoint names it; of the others no
 }
 
 
-def parameters(config: Config, where: str) -> Parts:
+def parameters(config: Config, where: str) -> Mapping[str, int]:
     """How many, by part: those of PARTS, "tables" (embeddings and head) and "vision". Raises ConfigError."""
     hidden, layers = count(config, "hidden_size", where), count(config, "num_hidden_layers", where)
     tables = count(config, "vocab_size", where) * hidden * (1 if config.get("tie_word_embeddings") else 2)

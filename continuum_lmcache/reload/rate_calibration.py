@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from continuum_lmcache.reload.cost_model import SECTIONS, CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import SECTIONS, CostModel
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Residency, Tier
 
 LEAST_GAIN = 0.1  # a lasting change is learned within 2 % (of its logarithm) after 40 loads
 PRIOR_LOADS = 5  # the initial weight of a measured rate: the first load moves it by 1/5 of its error
 GUESS_LOADS = 2  # the initial weight of an assumed one
-AGREEING, FAR_OFF = 3, 2.0  # consecutive loads, and a factor: a change, not noise
-MOST_DRIFT = 1e6  # a factor; no tier is further from its profile
-MOST_OFF = 10.0  # a factor; a load further off counts as one that is this far off
+AGREEING, FAR_OFF = 3, math.log(2.0)  # consecutive loads, and a factor: a change, not noise
+MOST_DRIFT = math.log(1e6)  # a factor; no tier is further from its profile
+MOST_OFF = math.log(10.0)  # a factor; a load further off counts as one that is this far off
 LEAST_READ_SHARE = 0.1  # of a disk load's seconds, since the copy cannot have taken all of them
 KEPT_DECAY = 0.98  # each return: half of the weight is that of the latest 34
 
@@ -39,19 +39,12 @@ class RateDrift:
         """
         latest = (*self.latest, log_slower)[-AGREEING:]
         errors = [one - self.log_slower for one in latest]
-        far = math.log(FAR_OFF)
-        if len(latest) == AGREEING and (min(errors) > far or max(errors) < -far):
+        if len(latest) == AGREEING and (min(errors) > FAR_OFF or max(errors) < -FAR_OFF):
             found = median(latest)
         else:
-            cut = math.log(MOST_OFF)
-            error = max(-cut, min(cut, errors[-1]))
+            error = max(-MOST_OFF, min(MOST_OFF, errors[-1]))
             found = self.log_slower + max(LEAST_GAIN, 1.0 / (self.loads + self.prior)) * error
-        most = math.log(MOST_DRIFT)
-        return RateDrift(max(-most, min(most, found)), self.loads + 1, self.prior, latest)
-
-    def of(self, measured: TransferRate | PrefillCurve) -> TransferRate | PrefillCurve:
-        """The profile's rate or curve, corrected. Its samples are the profile's and the loads since."""
-        return measured.slower(math.exp(self.log_slower), measured.samples + self.loads)
+        return RateDrift(max(-MOST_DRIFT, min(MOST_DRIFT, found)), self.loads + 1, self.prior, latest)
 
 
 class CalibratedCosts:
@@ -80,8 +73,9 @@ class CalibratedCosts:
 
     def _learn(self, name: str, log_slower: float) -> None:
         drift = self.drifts[name] = self.drifts[name].updated(log_slower)
-        corrected: dict[str, Any] = {name: drift.of(getattr(self._profile, name))}
-        self.costs = replace(self.costs, **corrected)
+        profile: Any = getattr(self._profile, name)
+        slower = profile.slower(math.exp(drift.log_slower), profile.samples + drift.loads)
+        self.costs = replace(self.costs, **{name: slower})
 
     @property
     def samples(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import plotly.graph_objects as go
@@ -46,6 +46,7 @@ class Span:
     start_s: float
     end_s: float
     about: str  # one line of text for the reader
+    adds: Mapping[str, int] = field(default_factory=dict)  # to the curves, for as long as it lasts
 
 
 def spans(program: RecordedProgram, end_s: float) -> Iterator[Span]:
@@ -53,7 +54,7 @@ def spans(program: RecordedProgram, end_s: float) -> Iterator[Span]:
     for number, turn in enumerate(program.turns, 1):
         gone_s = end_s if turn.departure_s is None else turn.departure_s
         started_s = gone_s if turn.started_s is None else turn.started_s
-        yield Span("queued", turn.arrival_s, started_s, f"turn {number} waits")
+        yield Span("queued", turn.arrival_s, started_s, f"turn {number} waits", {"waiting": 1})
         if turn.started_s is not None:
             in_dram, on_disk, computed = (turn.sources[place] for place in ("DRAM", "disk", "computed"))
             if in_dram or on_disk:
@@ -61,14 +62,16 @@ def spans(program: RecordedProgram, end_s: float) -> Iterator[Span]:
                 yield Span("loading", started_s, started_s, loaded)
             about = f"turn {number}: {turn.prompt_tokens:,} prompt tokens, {computed:,} of them computed; "
             about += f"{turn.output_tokens:,} generated; preempted {turn.preemptions} times"
-            yield Span("running", started_s, gone_s, about)
+            adds = {"running": 1, RUNNING_KV: turn.prompt_tokens}
+            yield Span("running", started_s, gone_s, about, adds)
         if turn.gap_s is not None:
             ttl = f", TTL {turn.ttl_s:.3g} s" if turn.ttl_s is not None else ""
             about = f"{turn.tool or 'no tool recognised'}: {turn.gap_s:.3g} s{ttl}"
             yield Span("tool", gone_s, gone_s + turn.gap_s, about)
     for pin in program.pins:
         until_s = end_s if pin.ended_s is None else pin.ended_s
-        yield Span("pinned", pin.taken_s, until_s, f"{pin.blocks:,} blocks pinned, {pin.outcome}")
+        about = f"{pin.blocks:,} blocks pinned, {pin.outcome}"
+        yield Span("pinned", pin.taken_s, until_s, about, {"pinned blocks": pin.blocks})
 
 
 def plain(text: str) -> str:
@@ -83,7 +86,7 @@ def timeline(run: Recording, label: str, until_s: float) -> go.Figure:
     drawn = [(row, span) for row, program in enumerate(shown) for span in spans(program, run.end_s)]
     names, figure = [plain(program.id) for program in shown], go.Figure()
     for state, (colour, width) in STATES.items():
-        mine = [(row, span) for row, span in drawn if span.state == state and span.end_s >= span.start_s]
+        mine = [(row, span) for row, span in drawn if span.state == state]
         begins_s = [span.start_s - run.start_s for _, span in mine]
         lasts_s = [span.end_s - span.start_s for _, span in mine]
         about = [
@@ -116,15 +119,9 @@ def curves(run: Recording) -> dict[str, list[tuple[float, int]]]:
     arrival. A head that programs share counts once for each."""
     names = ("running", "waiting", RUNNING_KV, "pinned blocks")
     changes: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
-    for turn in run.turns:
-        gone_s = run.end_s if turn.departure_s is None else turn.departure_s
-        started_s = gone_s if turn.started_s is None else turn.started_s
-        changes["waiting"] += [(turn.arrival_s, 1), (started_s, -1)]
-        changes["running"] += [(started_s, 1), (gone_s, -1)]
-        changes[RUNNING_KV] += [(started_s, turn.prompt_tokens), (gone_s, -turn.prompt_tokens)]
-    for pin in (pin for program in run.programs for pin in program.pins):
-        until_s = run.end_s if pin.ended_s is None else pin.ended_s
-        changes["pinned blocks"] += [(pin.taken_s, pin.blocks), (until_s, -pin.blocks)]
+    for span in (span for program in run.programs for span in spans(program, run.end_s)):
+        for name, amount in span.adds.items():
+            changes[name] += [(span.start_s, amount), (span.end_s, -amount)]
     return {
         name: [
             (at_s - run.start_s, level)
@@ -136,10 +133,9 @@ def curves(run: Recording) -> dict[str, list[tuple[float, int]]]:
 
 def over_time(runs: Sequence[Recording], labels: Sequence[str], until_s: float) -> go.Figure:
     """Turns that run, turns that wait, and what KV is for: where memory is short, the second grows."""
-    figure = stairs(runs, labels, [curves(run) for run in runs])
+    figure = stairs("Turns and pins over time", 320, runs, labels, [curves(run) for run in runs])
     figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
-    figure.update_yaxes(rangemode="tozero")
-    return figure.update_layout(LAYOUT, title="Turns and pins over time", height=320, legend_y=1.12)
+    return figure.update_yaxes(rangemode="tozero")
 
 
 def shares(values_s: Sequence[float]) -> list[tuple[float, float]]:
@@ -148,7 +144,9 @@ def shares(values_s: Sequence[float]) -> list[tuple[float, float]]:
     return [(at_s, i / len(ordered)) for i, at_s in enumerate([*ordered[:1], *ordered])]
 
 
-def stairs(runs: Sequence[Recording], labels: Sequence[str], found: Sequence[Points]) -> go.Figure:
+def stairs(
+    title: str, height: int, runs: Sequence[Recording], labels: Sequence[str], found: Sequence[Points]
+) -> go.Figure:
     """A picture for each name in `found`, in which every run has a line of steps."""
     figure = make_subplots(rows=1, cols=len(found[0]), subplot_titles=list(found[0]))
     for label, dash, run, lines in zip(labels, LINES, runs, found, strict=False):
@@ -164,15 +162,12 @@ def stairs(runs: Sequence[Recording], labels: Sequence[str], found: Sequence[Poi
                 row=1,
                 col=column,
             )
-    return figure
+    return figure.update_layout(LAYOUT, title=title, height=height, legend_y=1.12)
 
 
 def first_tokens(runs: Sequence[Recording], labels: Sequence[str]) -> go.Figure:
     """The share of turns whose first token came within a time, for programs' first and later turns."""
     waits = [{name: shares(found_s) for name, found_s in first_tokens_s(run).items()} for run in runs]
-    figure = stairs(runs, labels, waits)
+    figure = stairs("First tokens: share of turns within a time", 360, runs, labels, waits)
     figure.update_xaxes(title="seconds from arrival to first token", rangemode="tozero")
-    figure.update_yaxes(range=[0, 1.02])
-    return figure.update_layout(
-        LAYOUT, title="First tokens: share of turns within a time", height=360, legend_y=1.12
-    )
+    return figure.update_yaxes(range=[0, 1.02])

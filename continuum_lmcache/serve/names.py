@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -46,12 +46,6 @@ BODY = msgspec.defstruct(
     [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*BODY_FIELDS, "vllm_xargs", "cache_salt")],
 )
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # msgspec refuses half a pair, as cut text may have it
-
-
-class ApiKeys:
-    """The replicas' API keys, in this process: their digests, set by the router. None: they require none."""
-
-    digests: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +120,8 @@ def fields_of(body: bytes) -> dict[str, Any]:
 class NameTurns:
     """ASGI middleware of Ray's proxy."""
 
+    key_digests: ClassVar[frozenset[bytes]] = frozenset()  # of the replicas' API keys, set by the router
+
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -137,7 +133,7 @@ class NameTurns:
         texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
         turn = NO_TURN
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
-            keys = ApiKeys.digests
+            keys = self.key_digests
             if not keys or identity.accepted_key(texts.get("authorization", ""), keys) is not None:
                 body, receive = await read_body(receive)
                 turn = turn_name(body or b"{}", texts)

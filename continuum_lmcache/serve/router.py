@@ -4,12 +4,10 @@ state is away.
 It replaces the program's name, which has a hash of the client's credentials in it (names.py), by a keyed
 hash: the state and the replicas see no other.
 
-While the state is away, a turn goes where this router sent its program last, after SHORT_S, and a new
-program, or a request of none, goes by Ray's ring as soon. Other programs may be at home where another proxy
-sent them, so they wait for the next state, and go by the ring if none comes. The ring puts a program's turns
-on one replica whichever proxy they pass, and the state learns of that home from the replica's report. A
-replica that this router does not see, since it died or drains, gets no turn: the state is asked again
-without it.
+While the state is away (docs/fleet.md), a program that this router did not place may be at home where another
+proxy sent it, so it waits for the next state. Ray's ring puts a program's turns on one replica whichever
+proxy they pass, and the state learns of that home from the replica's report. A replica that this router does
+not see, since it died or drains, gets no turn: the state is asked again without it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request, ._backoff and
 .curr_replicas; ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
@@ -33,7 +31,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import Route
 from continuum_lmcache.programs.identity import hidden
-from continuum_lmcache.serve.names import ApiKeys, TurnName
+from continuum_lmcache.serve.names import NameTurns, TurnName
 from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
@@ -46,9 +44,9 @@ FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused
 
 class ProgramRouter(ConsistentHashRouter):
     def initialize_state(self, **kwargs: Any) -> None:
-        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.digests."""
+        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: their digests."""
         self._key = bytes.fromhex(kwargs.pop("key"))
-        ApiKeys.digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
+        NameTurns.key_digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._state: Any = None
         self._patience_s = PATIENCE_S

@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +57,3 @@ def write(folder: Path, config: dict[str, Any], operating: bool, force: bool) ->
         else:
             shutil.copy(source, target)
     return [folder / name for name in names]
-
-
-def run(script: str, arguments: Iterable[str]) -> int:
-    """Run a script of FILES in a process of its own; its exit status."""
-    return subprocess.run([sys.executable, FILES / script, *arguments], check=False).returncode

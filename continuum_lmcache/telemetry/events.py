@@ -24,22 +24,22 @@ from continuum_lmcache.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class OfProgram:
-    """What all events of a program have."""
+class Event:
+    """What all have: each is of a program."""
 
     now_s: float
     program: ProgramId
 
 
 @dataclass(frozen=True, slots=True)
-class OfTurn(OfProgram):
-    """What all events of one of its turns have."""
+class TurnEvent(Event):
+    """One of a turn."""
 
     turn: TurnId
 
 
 @dataclass(frozen=True, slots=True)
-class TurnArrived(OfTurn):
+class TurnArrived(TurnEvent):
     """A program's turn joined the queue. `gap_s`: the duration of its tool call; None: there was none."""
 
     prompt_tokens: int
@@ -48,7 +48,7 @@ class TurnArrived(OfTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnStarted(OfTurn):
+class TurnStarted(TurnEvent):
     """A program's turn left the queue for the first time, or again (`resumed`) after a preemption.
 
     `served`: where its prompt came from. `evicted`: the GPU had lost more of its context than a partial
@@ -62,12 +62,12 @@ class TurnStarted(OfTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnPreempted(OfTurn):
+class TurnPreempted(TurnEvent):
     """A running turn lost its memory and waits again."""
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFinished(OfTurn):
+class TurnFinished(TurnEvent):
     """A turn ended. `retention`, `place`: what the policy decided. `first_token_s`: from its arrival to its
     first token. None: there was none."""
 
@@ -81,14 +81,14 @@ class TurnFinished(OfTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramEnded(OfProgram):
+class ProgramEnded(Event):
     """A program ended or was dropped. `turns`: how many it had."""
 
     turns: int
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixLost(OfTurn):
+class PrefixLost(TurnEvent):
     """A returning program found less than its last turn left."""
 
     loss: PrefixLoss
@@ -98,14 +98,14 @@ class PrefixLost(OfTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramAdmitted(OfTurn):
+class ProgramAdmitted(TurnEvent):
     """A program in line may start: its turn takes its place in the queue."""
 
     start: Start
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramHeld(OfTurn):
+class ProgramHeld(TurnEvent):
     """A program in line may not start yet, or waits for another reason now."""
 
     start: Start
@@ -113,21 +113,21 @@ class ProgramHeld(OfTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class PinTaken(OfProgram):
+class PinTaken(Event):
     """Hold a reference on each of a finished turn's blocks."""
 
     pin: Pin
 
 
 @dataclass(frozen=True, slots=True)
-class PinRenewed(OfProgram):
+class PinRenewed(Event):
     """A pin's deadline changed."""
 
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class PinReleased(OfProgram):
+class PinReleased(Event):
     """A pin ended: drop its references, the last block's first, so that the prefix is evicted last."""
 
     why: PinEnd
@@ -135,23 +135,7 @@ class PinReleased(OfProgram):
 
 
 @dataclass(frozen=True, slots=True)
-class EvictFirst(OfTurn):
+class EvictFirst(TurnEvent):
     """The KV of the turn's own tokens, after its first `shared_tokens`, is hardly needed again."""
 
     shared_tokens: int
-
-
-Event = (
-    TurnArrived
-    | TurnStarted
-    | TurnPreempted
-    | TurnFinished
-    | PrefixLost
-    | ProgramEnded
-    | ProgramAdmitted
-    | ProgramHeld
-    | PinTaken
-    | PinRenewed
-    | PinReleased
-    | EvictFirst
-)

@@ -11,21 +11,19 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from typing import Any, assert_never
+from typing import Any
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events
-from continuum_lmcache.types import Retention, Start, TurnId
+from continuum_lmcache.types import Start, TurnId
 
 Event = dict[str, Any]
 
 FORMAT = 2
 META = "_recording"  # the file's one entry that is no program: a list, like every entry
 MAX_NAME_CHARS = 200  # ids and tool keys come from clients: longer ones are cut
-EXPLANATION = tuple(f.name for f in fields(Retention))
 
 
 @dataclass(slots=True)
@@ -77,7 +75,7 @@ class EventRecorder:
                     output_tokens=event.output_tokens,
                     first_token_s=event.first_token_s,
                     last=event.is_last,
-                    retention={name: plain(getattr(keep, name)) for name in EXPLANATION} if keep else None,
+                    retention={name: plain(value) for name, value in asdict(keep).items()} if keep else None,
                     place={"kept": place.is_kept, "reason": place.reason} if place else None,
                 )
             case events.PrefixLost(loss=loss):
@@ -97,10 +95,6 @@ class EventRecorder:
                 self._add(event, "held_time", event.turn, **self._of_start(start), behind=behind)
             case events.ProgramAdmitted(start=start):
                 self._add(event, "admitted_time", event.turn, **self._of_start(start))
-            case events.EvictFirst():
-                pass
-            case _:
-                assert_never(event)
 
     @staticmethod
     def _of_start(start: Start) -> Event:
@@ -121,29 +115,23 @@ class EventRecorder:
                 found[name].append({"events_dropped": count})
         return found
 
-    def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> None:
+    def _add(self, of: events.Event, kind: str, turn: TurnId | None = None, **facts: Any) -> None:
         event: Event = {kind: self._wall_s(of.now_s)}
         if turn is not None:
             event["turn"] = self.name(turn)
-        name = self.name(of.program)  # before the oldest event is dropped: a bad id changes nothing
         if len(self._events) >= self.max_events:
             oldest, _ = self._events.popleft()
             self._missing[oldest] = self._missing.get(oldest, 0) + 1
             self._dropped += 1
-        self._events.append((name, event | facts))
+        self._events.append((self.name(of.program), event | facts))
 
     def name(self, name: str) -> str:
         """A program's or turn's name in the file: bounded, hashed if configured, never META."""
-        if not isinstance(name, str):
-            raise InvariantError(f"recorder: {name!r} is no id; a turn without a program has no history")
         if self.hash_ids:
-            return self._digest(name)
+            return digest(name, self.salt)
         if len(name) > MAX_NAME_CHARS:
-            return f"{name[:MAX_NAME_CHARS]}~{self._digest(name)}"
+            return f"{name[:MAX_NAME_CHARS]}~{digest(name)}"
         return f"_{name}" if name.startswith("_") and name.lstrip("_") == META.lstrip("_") else name
-
-    def _digest(self, name: str) -> str:
-        return digest(name, self.salt if self.hash_ids else b"")
 
     def _wall_s(self, now_s: float) -> float:
         return round(now_s + self.epoch_s, 6)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.telemetry.events import (
-    Event,
-    PrefixLost,
-    ProgramAdmitted,
-    ProgramHeld,
-    TurnArrived,
-    TurnFinished,
-    TurnStarted,
-)
+from continuum_lmcache.telemetry import events
 from continuum_lmcache.types import Retention
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
@@ -31,22 +23,22 @@ class MetricSamples:
     lost_tokens: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: events.Event) -> None:
         match event:
-            case TurnArrived() if event.gap_s is not None:
+            case events.TurnArrived() if event.gap_s is not None:
                 self._add("tool_gap_seconds", "", event.gap_s)
-            case TurnStarted(resumed=False):
+            case events.TurnStarted(resumed=False):
                 self._add("queue_delay_seconds", "lost" if event.evicted else "kept", event.queue_delay_s)
-            case TurnFinished(retention=Retention() as keep):
+            case events.TurnFinished(retention=Retention() as keep):
                 self._add("ttl_seconds", "", keep.ttl_s)
                 self.decisions[keep.reason if keep.ttl_s > 0 else keep.reason + NO_PIN] += 1
                 if (place := event.place) is not None and place.reason:
                     self.places[f"{'kept' if place.is_kept else 'given-up'}-{place.reason}"] += 1
-            case ProgramAdmitted(start=start):
+            case events.ProgramAdmitted(start=start):
                 self.places[f"started-{start.reason}"] += 1
-            case ProgramHeld(start=start):
+            case events.ProgramHeld(start=start):
                 self.places[f"held-{start.reason}"] += 1
-            case PrefixLost(loss=loss):
+            case events.PrefixLost(loss=loss):
                 self.lost_tokens[f"{loss.cause.value}-{loss.third}-third"] += loss.tokens
 
     def take_samples(self) -> dict[str, Samples]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -159,9 +159,4 @@ def loaded(text: str) -> Any:
         return {}
 
 
-FORMATS: tuple[Callable[[str], Iterator[ToolKey]], ...] = (
-    function_tag_calls,
-    harmony_calls,
-    bash_block_calls,
-    json_calls,
-)
+FORMATS = (function_tag_calls, harmony_calls, bash_block_calls, json_calls)

@@ -93,12 +93,10 @@ class ToolDurations:
             return self
         return self._tenants.get(tenant) or ToolDurations(self)
 
-    def observe(self, tool: ToolKey, gap_s: float, tenant: str = "") -> bool:
-        """The program came back after `gap_s`. False if that is no possible gap."""
-        if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
-            return False
-        self._add(tool, max(gap_s, SHORTEST_GAP_S), tenant)
-        return True
+    def observe(self, tool: ToolKey, gap_s: float, tenant: str = "") -> None:
+        """The program came back after `gap_s`. What is no possible gap does not count."""
+        if 0.0 <= gap_s <= MAX_GAP_S:  # false for nan
+            self._add(tool, max(gap_s, SHORTEST_GAP_S), tenant)
 
     def add_lost(self, tool: ToolKey, tenant: str = "") -> None:
         """The program is no longer expected back. Without this a tool that often hangs would look like its
@@ -120,16 +118,13 @@ class ToolDurations:
         tool, "cold"; too few of this key's levels, "all". Abandoned calls count as observations,
         or a tool that never returns would get the others' distribution for ever.
         """
-        every = self._windows.get(())
-        if every is None or len(every.recent) <= COLD_SAMPLES:
-            if self.everybody is not None:
-                return self.everybody.distribution(tool)
-            return DurationDistribution("cold", (), (), len(every.recent) if every else 0)
         for key in suffixes(tool):
             window = self._windows.get(key)
             if window is not None and len(window.recent) > COLD_SAMPLES:
                 return window.distribution(f"tool:{len(key)}" if key else "all")
-        return every.distribution("all")
+        if self.everybody is not None:
+            return self.everybody.distribution(tool)
+        return DurationDistribution("cold", (), (), self.exact(()).n)
 
     def longer_share(self, tool: ToolKey, gap_s: float) -> float:
         """The share of gaps of `tool` that last `gap_s` or longer, 0 to 1: if it is infinite, that never end.
@@ -204,9 +199,16 @@ class ToolDurations:
             saved = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DurationsError(f"saved tool durations are not JSON: {error}") from error
-        gaps, (keys, tenants) = cls(), parsed(saved)
-        gaps._restore(keys)
-        for name, own in tenants.items():
+        if not isinstance(saved, dict) or saved.get("version") != VERSION:
+            raise DurationsError(f"saved tool durations have no version {VERSION}")
+        tenants = saved.get("tenants", {})
+        if not isinstance(tenants, dict) or len(tenants) > MOST_TENANTS:
+            most = f"an object of at most {MOST_TENANTS}"
+            raise DurationsError(f"saved tool durations: 'tenants' must be {most}")
+        gaps = cls()
+        gaps._restore(parsed_keys("keys", saved.get("keys"), MAX_KEYS))
+        for name, keys in tenants.items():
+            own = parsed_keys(f"tenants[{name!r}]", keys, TENANT_KEYS)
             times = max((len(gaps_s) for _, gaps_s in own), default=0)
             gaps._tenants.count(name, times)._restore(own)
         return gaps
@@ -227,18 +229,6 @@ class ToolDurations:
 def suffixes(tool: ToolKey) -> list[ToolKey]:
     """A key's levels, most specific first, down to () for every tool."""
     return [tool[at:] for at in range(max(len(tool) - MAX_LEVELS, 0), len(tool) + 1)]
-
-
-def parsed(saved: Any) -> tuple[list[SavedKey], dict[str, list[SavedKey]]]:
-    """Keys and observations of a saved file, everybody's and by tenant. Raises DurationsError at the first
-    problem."""
-    if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        raise DurationsError(f"saved tool durations have no version {VERSION}")
-    tenants = saved.get("tenants", {})
-    if not isinstance(tenants, dict) or len(tenants) > MOST_TENANTS:
-        raise DurationsError(f"saved tool durations: 'tenants' must be an object of at most {MOST_TENANTS}")
-    own = {name: parsed_keys(f"tenants[{name!r}]", keys, TENANT_KEYS) for name, keys in tenants.items()}
-    return parsed_keys("keys", saved.get("keys"), MAX_KEYS), own
 
 
 def parsed_keys(name: str, keys: Any, most: int) -> list[SavedKey]:

@@ -84,9 +84,7 @@ def levels(*given: str) -> ToolKey:
 
 def clean(name: str) -> str:
     """At most 64 printable characters on one line: keys become metric labels and file contents."""
-    head = name[: 4 * MAX_KEY_CHARS]
-    if not head.isprintable():
-        head = "".join(c if c.isprintable() else " " for c in head)
+    head = "".join(c if c.isprintable() else " " for c in name[: 4 * MAX_KEY_CHARS])
     return " ".join(head.split())[:MAX_KEY_CHARS].rstrip()
 
 

@@ -19,7 +19,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.console.known_models import KNOWN
+from continuum_lmcache.console.known_models import by_name
 from continuum_lmcache.reload.cards import (
     CARDS,
     STEP_S,
@@ -30,7 +30,7 @@ from continuum_lmcache.reload.cost_model import CostModel
 from profiles.timing import rounded
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
-MODEL = KNOWN["llama-3.1-8b"]
+MODEL = by_name("Llama-3.1-8B")
 DISK_WRITE_BYTES_PER_S = 3e9  # assumed, of the same drive
 KV_TOKENS = {"a100-80gb": 480_000, "h100": 434_000, "h200": 868_000, "b200": 1_168_000}
 
