@@ -66,28 +66,6 @@ class ContinuumConfig:
 
 
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
-NO_EFFECT = "does nothing any more; delete it"
-A_FEATURE = "is a feature of the policy now; delete it (docs/add-a-policy.md)"
-REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
-    "divergence_texts": NO_EFFECT,
-    "first_prompt_order": NO_EFFECT,
-    "learn_matches": NO_EFFECT,
-    "no_loss_guard": NO_EFFECT,
-    "prefetch": NO_EFFECT,
-    "stream_recording": "is written when the server stops, and on SIGUSR1 to the engine",
-    "stop_stores": "did what a server without a KV connector does; leave the connector out",
-    "gaps_file": "is named tool_durations_file now",
-    "drop_dead": NO_EFFECT,
-    "evict_ended_programs": A_FEATURE,
-    "priced_pins": A_FEATURE,
-    "measured_chunk": A_FEATURE,
-    "load_or_recompute": A_FEATURE,
-    "max_programs": "is 100,000 always",
-    "fail_on_load_error": "failed a request whose KV did not load; it is always computed again now",
-    "hash_ids": "is the default now; record_ids has recordings keep the clients' ids",
-    "max_wait_s": "is two settings now: longest_wait_s and pin_reclaim_after_s",
-    "admission_max_hold_s": "is longest_wait_s now: programs keep places until a turn would wait longer",
-}
 
 
 def refuse_unknown(
@@ -97,8 +75,6 @@ def refuse_unknown(
     known = sorted(known)
     for name in given:
         if name not in known:
-            if prefix in (PREFIX, ENV_PREFIX) and name in REMOVED:
-                raise ConfigError(f"{prefix}{spell(name)} in {where} was removed: it {REMOVED[name]}")
             near = difflib.get_close_matches(name, known, n=1)
             known_names = "Known: " + ", ".join(map(spell, known))
             hint = f"did you mean {prefix}{spell(near[0])!s}?" if near else known_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from continuum_lmcache.config import REMOVED, ContinuumConfig
+from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
 
@@ -12,19 +12,6 @@ def test_keys_beside_lmcaches_own_are_read_and_the_environment_wins() -> None:
     extra = {"lmcache.chunk_size": 256, "continuum.max_ttl_s": 8, "continuum.policy": "static-ttl"}
     config = ContinuumConfig.load(extra, {"CONTINUUM_MAX_TTL_S": "4.5", "HOME": "/"})
     assert (config.max_ttl_s, config.policy) == (4.5, "static-ttl")
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_is_refused_by_its_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^continuum\.{name} in kv_connector_extra_config was removed"):
-        ContinuumConfig.load({f"continuum.{name}": True}, {})
-    with pytest.raises(ConfigError, match=rf"^CONTINUUM_{name.upper()} in the environment was removed"):
-        ContinuumConfig.load({}, {f"CONTINUUM_{name.upper()}": "1"})
-
-
-def test_a_setting_that_was_split_names_its_two_successors() -> None:
-    with pytest.raises(ConfigError, match="two settings now: longest_wait_s and pin_reclaim_after_s"):
-        ContinuumConfig.load({"continuum.max_wait_s": 60}, {})
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
