@@ -174,7 +174,7 @@ def main(
     regimes: Annotated[str, typer.Option(help="parts of rows' names, between semicolons")] = "",
     contenders: Annotated[str, typer.Option(help="of a figure: these, or module:name, between commas")] = "",
     tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
-    half: Annotated[str, typer.Option(help="of a trace: report, tune, or fitted (needs no trace)")] = "report",
+    half: Annotated[str, typer.Option(help="of a trace: report, tune; fitted needs none")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     untold_ends: Annotated[
         bool, typer.Option("--untold-ends", help="traces: clients do not say which turn is their last")
