@@ -164,6 +164,16 @@ def test_what_nobody_tried_over_lmcache_is_said_as_in_the_models_page(
     assert found == ([(name, severity)] if name else [])
 
 
+def test_a_misspelt_variable_is_a_warning_with_the_right_name(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_LOCAL_DISC", "/kv")
+    path = lmcache_json(tmp_path, {"lmcache.mp.autostart": True}, kv_connector="LMCacheMPConnector")
+    ran = command("doctor", "Llama-3.1-8B", "--kv-gib", "40", "--lmcache", path, "--json")
+    (said,) = [found for found in ran.json["findings"] if found["name"] == "misspelt-variable"]
+    assert said["severity"] == "warning" and "did you mean LMCACHE_LOCAL_DISK?" in said["evidence"]
+
+
 def test_on_a_cpu_lmcache_refuses_windows(command: Command, tmp_path: Path) -> None:
     profile = next((ROOT / "profiles").glob("*cpu*.yaml"))
     path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector="LMCacheMPConnector")

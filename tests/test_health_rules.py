@@ -89,6 +89,15 @@ def test_a_store_that_is_down_is_an_error_and_a_misspelt_field_a_note() -> None:
     assert severities["ignored-fields"] is Severity.NOTE
 
 
+@pytest.mark.parametrize(
+    ("field", "setting"),
+    [("extra_body", ""), ("priority", "honor_priority"), ("program_turns", "honor_program_age")],
+)
+def test_of_an_ignored_field_the_setting_is_named_that_honours_it(field: str, setting: str) -> None:
+    (found,) = diagnose(healthy({f'continuum_ignored_fields_total{{field="{field}"}}': 3}))
+    assert ("continuum." in found.remedy) == bool(setting) and setting in found.remedy
+
+
 def test_memory_full_of_pins_is_reported_as_such() -> None:
     (found,) = diagnose(healthy({RUNNING: 2}))
     assert "30% of it by pins" in found.evidence

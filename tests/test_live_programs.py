@@ -74,6 +74,9 @@ def test_a_program_at_its_tool_is_told_with_its_pin_until_that_ends(bench: Bench
     assert "pytest: pinned for 2.9 s more" in shown(bench) and "36% pinned" in shown(bench)
     bench.advance(10.0)
     assert "pytest: not pinned" in shown(bench)
+    bench.turn("agent", prompt(4 * BLOCK, 1), this_func_call="no call")
+    bench.now_s += SAME_ANSWER_S
+    assert states(bench) == ["has answered"] and "no call" not in shown(bench)
     bench.turn("agent", prompt(4 * BLOCK, 1), is_last_step=True)
     bench.now_s += SAME_ANSWER_S
     assert said(bench)["programs"] == []

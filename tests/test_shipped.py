@@ -62,6 +62,22 @@ def test_init_replaces_no_file_unless_it_is_told_to(command: Command, tmp_path: 
     assert "continuum_" in (tmp_path / "docs" / "grafana" / "continuum.json").read_text()
 
 
+def test_what_operating_needs_is_written_beside_a_file_with_sizes_of_ones_own(
+    command: Command, tmp_path: Path
+) -> None:
+    command("init", tmp_path, "--disk", "", "--dram-gib", "7")
+    said = command("init", tmp_path, "--disk", "", "--operating").out
+    assert "kept" in said and all((tmp_path / name).exists() for name in OPERATING)
+    assert server_of(tmp_path, {}) == (7.0, [])
+
+
+def test_init_says_if_nobody_can_write_where_the_disk_is_to_be(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "NOTE" not in command("init", tmp_path, "--disk", tmp_path / "new" / "kv").out
+    said = command("init", tmp_path, "--disk", tmp_path / "file" / "kv", "--force").out
+    assert "cannot be written here" in said and "Not a directory" in said
+
+
 def test_measure_passes_its_options_on_and_says_what_it_lacks(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

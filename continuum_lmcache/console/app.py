@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,8 +103,14 @@ def init(
     if disk is None and sys.stdin.isatty():
         disk = typer.prompt("A folder for KV on a local disk (empty: none)", default="", show_default=False)
     config = shipped.connector_config(dram_gib, disk := disk or "", disk_gib)
-    for path in shipped.write(folder, config, operating, force):
+    written = shipped.write(folder, config, operating, force)
+    for path in written:
         print(f"wrote {path}")
+    if folder / shipped.LMCACHE not in written:
+        print(f"kept {folder / shipped.LMCACHE} as it is")
+        return
+    if disk and (why := shipped.why_unwritable(Path(disk))):
+        print(f"NOTE: {disk} cannot be written here ({why}), and a server would not start here")
     below = f", and {disk_gib:g} GiB in {disk}" if disk else "; --disk FOLDER adds a disk"
     print(f"KV that the GPU has no room for: {dram_gib:g} GiB of DRAM{below}")
     print(f"vllm serve MODEL --kv-transfer-config {folder / shipped.LMCACHE} --scheduling-policy continuum")
@@ -242,11 +249,12 @@ def report(
 ) -> None:
     """What happened in a recorded run, as one HTML page that needs no network; or in two, side by side."""
     with ExitStack() as stack:
-        paths = [recorded(each, stack) for each in (run, other) if each]
+        given = [each for each in (run, other) if each]
+        paths = [recorded(each, stack) for each in given]
         if program:
             print(*story(paths[0], program), sep="\n")
             return
-        runs = [load(path) for path in paths]
+        runs = [replace(load(path), name=each) for path, each in zip(paths, given, strict=True)]
     if as_json:
         found = [{"name": one.name, "summary": summary(one), **figures(one)} for one in runs]
         print(json.dumps({"schema": 1, "runs": found}, indent=1))

@@ -54,9 +54,9 @@ def longest_wait_s(page: MetricsPage) -> float | None:
 
 
 def replicas_in_time(page: MetricsPage) -> float | None:
-    """How many engines like these would serve the programs of all in time."""
+    """How many engines like these would serve the programs of all in time; None: no program is live."""
     names = "continuum_live_programs", "continuum_programs_in_time"
-    return engines_for(*(page.by(name, "engine") for name in names))
+    return engines_for(*(page.by(name, "engine") for name in names)) or None
 
 
 def first_token_s(page: MetricsPage) -> float | None:
@@ -175,13 +175,22 @@ def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
             )
 
 
+HONOURED = {  # by settings, if they are on
+    "priority": "honor_priority",
+    "program_turns": "honor_program_age",
+    "program_age_s": "honor_program_age",
+}
+
+
 def ignored(page: MetricsPage) -> Iterator[Finding]:
     if found := {name: n for name, n in page.by("continuum_ignored_fields_total", "field").items() if n}:
         listed = ", ".join(f"{name} in {n:,.0f}" for name, n in sorted(found.items()))
+        honoured = dict.fromkeys(HONOURED[field] for field in found if field in HONOURED)
+        or_honour = f", or set continuum.{' and '.join(honoured)}" if honoured else ""
         yield note(
             "ignored-fields",
             f"fields of requests were ignored: {listed}",
-            "correct the client (docs/clients.md), or set continuum.honor_priority or honor_program_age",
+            f"correct the client (docs/clients.md){or_honour}",
         )
 
 
@@ -265,7 +274,7 @@ def summary(page: MetricsPage) -> str:
     """Whether continuum is on, and what it brings."""
     if not (name := policy(page)):
         return "continuum is NOT on here. Would it help? {}: {}.".format(*would_help(page))
-    parts = [f"continuum is on: policy {name}, {page.count('continuum_programs'):,.0f} programs known."]
+    parts = [f"continuum is on: policy {name}, {counted(page.count('continuum_programs'), 'program')} known."]
     tokens = prompt_tokens(page)
     if total := sum(tokens.values()):
         shares = (f"{n / total:.0%} {'computed' if tier == 'none' else tier}" for tier, n in tokens.items())

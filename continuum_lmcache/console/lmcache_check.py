@@ -102,7 +102,7 @@ def server_sizes(
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
     try:
         from connectors.lmcache_mp.settings import with_defaults
-        from connectors.lmcache_mp.translation import EngineShape, parse_server_args, translated
+        from connectors.lmcache_mp.translation import EngineShape, misspelt, parse_server_args, translated
     except ModuleNotFoundError as missing:
         unread = f"{missing.name} is not installed here: lmcache.* keys were not read"
         return {}, [note("lmcache-not-installed", unread, "run doctor where the server runs")]
@@ -119,8 +119,9 @@ def server_sizes(
     disks = (a.get("max_capacity_gb", 0) * filled(a.get("eviction")) for a in args.l2_adapter)
     share = args.eviction_trigger_watermark or WATERMARK
     sizes = {Tier.DRAM: args.l1_size_gb * share, Tier.SSD: sum(disks)}
-    started = note("lmcache-server", said, "nothing, if that is meant")
-    return {tier: size for tier, size in sizes.items() if size}, [started]
+    more = [warning("misspelt-variable", why, "correct it, or unset it") for why in misspelt(os.environ)]
+    more.append(note("lmcache-server", said, "nothing, if that is meant"))
+    return {tier: size for tier, size in sizes.items() if size}, more
 
 
 def filled(eviction: Any) -> float:

@@ -19,7 +19,8 @@ from continuum_lmcache.console.metrics_page import get
 from continuum_lmcache.errors import ServerError
 
 REFRESH_S = 1.0
-STATES = {"running": "green", "waiting": "yellow", "in line": "bold yellow", "in a tool call": "cyan"}
+AWAY = IN_CALL, ANSWERED = "in a tool call", "has answered"
+STATES = {"running": "green", "waiting": "yellow", "in line": "bold yellow"} | dict.fromkeys(AWAY, "cyan")
 WITHOUT = "{url} has no {path}: it does not run continuum, or its HTTP server is in Rust"
 Rank = Mapping[str, Any]
 
@@ -83,9 +84,10 @@ def because(row: Mapping[str, Any]) -> str:
         bound_s = row["starts_within_s"]
         bound = "" if bound_s is None else f", within {max(0.0, bound_s):,.0f} s"
         return f"place {row['place']} of the programs that start when there is room{bound}"
-    if row["state"] == "in a tool call":
+    if row["state"] in AWAY:
         pin = "not pinned" if row["pinned_s"] is None else f"pinned for {row['pinned_s']:,.1f} s more"
-        return f"{row['tool'] or 'a tool'}: {pin}{'' if row['has_place'] else ', its place given up'}"
+        at = "" if row["state"] == ANSWERED else f"{row['tool'] or 'a tool'}: "
+        return f"{at}{pin}{'' if row['has_place'] else ', its place given up'}"
     return ""
 
 
@@ -96,5 +98,6 @@ def memory(of: Mapping[str, Any]) -> str:
     tiers = ", ".join(f"{name} {tokens:,}" for name, tokens in of["tier_tokens"].items())
     state = "" if of["tiers_up"] else " (does not answer)"
     said += f"Below it {of['tiers']}{state}: {tiers} tokens. " if tiers else "Nothing below it. "
-    said += f"A new program waits {of['longest_wait_s']:,.0f} s at most. "
+    wait_s = of["longest_wait_s"]
+    said += f"A new program starts {f'at the latest after {wait_s:,.0f} s' if wait_s else 'at once'}. "
     return said + f"Without a name: {of['unnamed_running']} running, {of['unnamed_waiting']} waiting."

@@ -9,6 +9,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from continuum_lmcache.connector_names import EXTRA, SERVER_ARGS
@@ -38,18 +39,32 @@ def connector_config(dram_gib: float, disk: str, disk_gib: float) -> dict[str, A
     return config
 
 
+def why_unwritable(folder: Path) -> str:
+    """Why nobody could write into the folder, or make it, here and now; "": one could."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{there}: {error.strerror}"
+    return ""
+
+
 def write(folder: Path, config: dict[str, Any], operating: bool, force: bool) -> list[Path]:
-    """Write lmcache.json into the folder, and `operating`: OPERATING beside it. Returns what was written.
+    """Write lmcache.json into the folder, and `operating`: OPERATING beside it, or beside one that is there.
+    Returns what was written.
 
     Raises ConfigError, before anything is written, where one is there already.
     """
-    names = (LMCACHE, *OPERATING) if operating else (LMCACHE,)
+    keeps_config = operating and not force and (folder / LMCACHE).exists()
+    names = [*([] if keeps_config else [LMCACHE]), *(OPERATING if operating else ())]
     there = [name for name in names if (folder / name).exists()]
     if there and not force:
         raise ConfigError(f"{folder / there[0]} is there already; --force replaces it")
-    (folder / LMCACHE).parent.mkdir(parents=True, exist_ok=True)
-    (folder / LMCACHE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in names[1:]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if name == LMCACHE:
+            (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            continue
         source, target = FILES / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():

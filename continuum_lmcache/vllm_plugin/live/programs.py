@@ -17,6 +17,7 @@ from typing import Any
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.telemetry.recorder import digest, plain
+from continuum_lmcache.types import NO_CALL
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
 
 MOST_ROWS = 200
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 
 
 Shown = tuple[Program, Turn | None, str, int]
-"""A program, its turn (None: it is in a tool call), what it does, and its place among those, from 1."""
+"""A program, its turn (None: it has none now), what it does, and its place among those, from 1."""
 
 
 class LivePrograms:
@@ -67,7 +68,7 @@ class LivePrograms:
         saved.set_result(str(self._files.recording_path or ""))
 
     def _shown(self) -> list[Shown]:
-        """The running programs, those that wait in the order in which they go on, those in a tool call."""
+        """The running programs, those that wait in the order in which they go on, those that are away."""
         turns, programs = self._turns, self._engine.programs
         live = [turn for turn in turns.values() if not turn.program.is_one_turn]
         running = [turn for turn in live if self._runs(turn)]
@@ -79,7 +80,9 @@ class LivePrograms:
         away |= {name: programs.records[name] for name in self._pins.pinned}
         states = (("running", running), ("waiting", queued), ("in line", lined))
         found = [(turn.program, turn, s, at) for s, turns_in in states for at, turn in enumerate(turns_in, 1)]
-        return [*found, *((each, None, "in a tool call", 0) for each in away.values() if each.turn is None)]
+        gone = [program for program in away.values() if program.turn is None]
+        does = ["has answered" if program.tool == NO_CALL else "in a tool call" for program in gone]
+        return [*found, *((program, None, state, 0) for program, state in zip(gone, does, strict=True))]
 
     def _runs(self, turn: Turn) -> bool:
         return turn.started_s is not None and turn.id not in self._turns.preempted
