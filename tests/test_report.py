@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from continuum_lmcache.types import PinEnd
 
 pytest.importorskip("plotly")
 
+from continuum_lmcache.console import top as tops
 from continuum_lmcache.report import page as pages
 from continuum_lmcache.report.charts import RUNNING_KV, curves, spans
 from continuum_lmcache.report.page import rows
@@ -158,6 +160,17 @@ def test_the_command_writes_the_page_and_says_what_ran(command: Command, tmp_pat
     ran = command("report", written(tmp_path, story().recorder), "--out", out)
     assert ran.status == 0 and str(out) in ran.out and "3 programs with 4 turns" in ran.out
     assert out.exists()
+
+
+def test_a_servers_run_is_called_by_its_address(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written(tmp_path, story().recorder)
+    monkeypatch.setattr(
+        tops, "save_recordings", lambda _, folder: shutil.copy(run, folder / "scheduler_timestamps")
+    )
+    (found,) = command("report", "http://gpu:8000", "--json").json["runs"]
+    assert found["name"] == "http://gpu:8000"
 
 
 def test_the_figures_come_as_json_without_a_page(command: Command, tmp_path: Path) -> None:
