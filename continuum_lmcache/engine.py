@@ -344,7 +344,7 @@ class Engine:
         if end.is_end:
             return self._end_program(now_s, turn, prompt, end)
         if turn.link is not None:
-            self.linker.put_back(turn.link)
+            program.linkable = self.linker.put_back(turn.link, program.id)
         return [self._end_without_pin(now_s, turn, end)]
 
     def _end_in_call(
