@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from bench import Bench, prompt
+from tier_bench import TierBench
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
@@ -95,6 +96,29 @@ def test_turns_that_run_and_are_aborted_and_sent_again_bar_nobodys_way(
             sent_s, sent = bench.now_s, bench.send(name, prompt(200, 90), 8)
         bench.step()
     assert bench.now_s - sent_s < 30 + 20, "the rest: turns under way"
+
+
+def test_turns_that_are_aborted_while_they_load_and_sent_again_bar_nobodys_way(
+    model: Path, settings: Any
+) -> None:
+    settings(policy="continuum", longest_wait_s=10)
+    bench = TierBench(ContinuumScheduler, model, 64, tier_blocks=512)
+    stories = {f"old{n}": bench.turn(f"old{n}", prompt(150, n), 5) + prompt(45, 50 + n) for n in range(6)}
+    bench.scheduler.reset_prefix_cache()
+    bench.load_steps = 30
+    start_s, sent_s, sent, live = bench.now_s, math.inf, "", dict[str, str]()
+    while sent not in bench.order and bench.now_s < start_s + 100:
+        for n, (name, story) in enumerate(stories.items()):
+            request = bench.scheduler.requests.get(live.get(name, ""))
+            loads = request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if loads and round(bench.now_s * 10) % 10 == n:
+                bench.scheduler.finish_requests(live[name], RequestStatus.FINISHED_ABORTED)
+            if not loads and (request is None or request.is_finished()):
+                live[name] = bench.send(name, story, 400)
+        if not sent and bench.now_s >= start_s + 5:
+            sent_s, sent = bench.now_s, bench.send("new", prompt(200, 90), 8)
+        bench.step()
+    assert bench.now_s - sent_s < 10 + 20, "the rest: turns under way"
 
 
 @pytest.mark.parametrize("name", ["new", None])
