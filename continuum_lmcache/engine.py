@@ -21,7 +21,7 @@ from continuum_lmcache.policy.named import policy_of
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of, same_blocks
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
-from continuum_lmcache.programs.program import STANDING_KEPT_S, Program, Stage
+from continuum_lmcache.programs.program import RETURNS_KEPT, STANDING_KEPT_S, Program, Stage
 from continuum_lmcache.programs.prompt_linker import HashedPrompt, LinkableTurn, ProgramLink, PromptLinker
 from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefixIndex
 from continuum_lmcache.programs.table import ProgramTable
@@ -249,6 +249,8 @@ class Engine:
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:
             self.learned.gaps.observe(tool, gap_s, program.tenant)
+            others = [each for each in program.returned_from if each != program.tool]
+            program.returned_from = (*others, program.tool)[-RETURNS_KEPT:]
         return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s)
 
     def _queue_or_line_up(
@@ -344,7 +346,7 @@ class Engine:
         if end.is_end:
             return self._end_program(now_s, turn, prompt, end)
         if turn.link is not None:
-            self.linker.put_back(turn.link)
+            program.linkable = self.linker.put_back(turn.link, program.id)
         return [self._end_without_pin(now_s, turn, end)]
 
     def _end_in_call(
@@ -368,6 +370,7 @@ class Engine:
             place_turns=program.turns + 1 - program.turns_before_place,
             place_s=now_s - program.placed_s,
             line_reload_s=state.reload_s if keeps else state.costs.prefill_s(tokens),
+            has_returned=tool in program.returned_from,
         )
         retention = self._retain(ended, state)
         gap_s = state.gaps.most_specific(tool).mean_s or 0.0
@@ -387,7 +390,7 @@ class Engine:
         if (pin := self.pins.take(now_s, ended, retention, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin.program, pin))
         evicts = self.policy.evicts_first  # after the pin: its blocks do not go first
-        if evicts is not None and evicts(End(False, 0, 0, state.lost_share)).is_first:
+        if evicts is not None and evicts(End(False, 0, 0, state.lost_share, ended.has_returned)).is_first:
             events.append(self._evict_first(now_s, turn, prompt))
         program.linkable = self._note_linkable(turn, prompt) if turn.may_be_linked else None
         return events
@@ -451,7 +454,12 @@ class Engine:
         return events
 
     def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
-        self.programs.remove_turn(now_s, turn.program)
+        """A turn that ran or loaded gives its program's standing up if another has waited for too long: sent
+        again and again it would go before that one for ever."""
+        waited_s = now_s - min(self.turns.waiting_since_s, default=now_s)
+        has_not_begun = turn.started_s is None and not turn.found_tokens
+        keeps_standing = has_not_begun or waited_s < self.config.longest_wait_s
+        self.programs.remove_turn(now_s, turn.program, keeps_standing)
         self.pins.turn_stopped_waiting(turn.program.id)
         return self._finished(now_s, turn, end)
 

@@ -79,6 +79,7 @@ class FinishedTurn:
     place_turns: int = 0  # of the program since it got its place, this one included
     place_s: float = 0.0  # since then
     line_reload_s: float = 0.0  # what the context costs after a wait in the line
+    has_returned: bool = False  # its program, from an earlier call of the tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from continuum_lmcache.policy.continuum import evicts_first, returns_late
 from continuum_lmcache.policy.interface import End, EngineState
 from continuum_lmcache.programs.identity import FIELDS, OWNER_FIELD, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
+from continuum_lmcache.telemetry.events import EvictFirst
 from continuum_lmcache.types import MOST_TENANTS, ProgramId, Residency
 from continuum_lmcache.vllm_plugin.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
@@ -214,6 +215,23 @@ def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(make: Any
     assert gaps.of(tenant).distribution(("pytest",)).mean_s < 4
     assert gaps.of("liar").longer_share(("pytest",), math.inf) == pytest.approx(0.5, abs=0.01)
     assert gaps.of("new").longer_share(("pytest",), math.inf) == 0.0, "others tell nothing against a new one"
+
+
+def test_programs_that_make_one_call_and_leave_do_not_evict_the_kv_of_one_that_returns(make: Any) -> None:
+    """A gateway's new name for each request, say. With one API key for all, or none."""
+    bench = make(60, policy="continuum")
+    for n in range(40):
+        bench.turn(f"once{n}", prompt(20, 10 + n), this_func_call="pytest")
+    bench.now_s += 100.0
+    tokens = prompt(64, 1)
+    for _ in range(3):
+        bench.events.clear()
+        tokens = bench.turn("agent", tokens, 4, this_func_call="pytest") + prompt(10, 2)
+        bench.now_s += 2.0
+    assert bench.engine.learned.gaps.longer_share(("pytest",), math.inf) > 0.8
+    assert not bench.events_of(EvictFirst)
+    bench.turn("new", prompt(64, 3), 4, this_func_call="pytest")
+    assert [event.program for event in bench.events_of(EvictFirst)] == ["new"]
 
 
 def agent(name: str, arrival_s: float, source: str) -> Program:

@@ -82,6 +82,11 @@ def test_a_program_at_its_tool_is_told_with_its_pin_until_that_ends(bench: Bench
     assert said(bench)["programs"] == []
 
 
+def test_a_tools_name_that_looks_like_markup_is_shown_as_it_is(bench: Bench) -> None:
+    bench.turn("agent", prompt(4 * BLOCK, 1), this_func_call="[/b][link=http://x]pytest")
+    assert "[/b][link=http://x]pytest: pinned" in shown(bench)
+
+
 def test_names_are_hashes_and_requests_without_a_name_are_counted(bench: Bench) -> None:
     bench.send(None, prompt(BLOCK, 5), out=9)
     bench.send("secret-name", prompt(BLOCK, 6), out=9)

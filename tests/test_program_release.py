@@ -65,7 +65,8 @@ def post(body: Any, key: str = "", keys: tuple[str, ...] = ()) -> tuple[httpx.Re
         transport = httpx.ASGITransport(app=served)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            return await client.post(program_release.PATH, json=body, headers=headers)
+            given: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+            return await client.post(program_release.PATH, headers=headers, **given)
 
     return asyncio.run(sent()), told
 
@@ -84,7 +85,10 @@ def test_a_key_ends_its_own_programs_alone() -> None:
     assert ann == program_id("p", f"{api_keys.owner_of('Bearer key-of-ann', ['key-of-ann'])}/") != bob
 
 
-@pytest.mark.parametrize("body", [{}, {"program_id": ""}, {"program_id": ["p"]}, [], "p", None])
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"program_id": ""}, {"program_id": ["p"]}, [], "p", None, pytest.param(b"[" * 100_000, id="deep")],
+)
 def test_a_bad_body_gets_400_with_what_to_send(body: Any) -> None:
     response, told = post(body)
     assert response.status_code == 400 and "program_id" in response.text and not told

@@ -168,7 +168,7 @@ def test_a_turn_is_linked_again_after_its_continuation_did_not_end_and_takes_no_
         assert link is not None and link.program == "p"
         assert len(prompt_linker) == 0 and not prompt_linker._hinted
         assert prompt_linker.find_link(next_prompt, fields) is None, "it is continued once at a time"
-        prompt_linker.put_back(link)
+        prompt_linker.put_back(link, link.program)
     assert len(prompt_linker) == 1 and [len(turns) for turns in prompt_linker._hinted.values()] == [1]
 
 
@@ -179,7 +179,7 @@ def test_a_turn_put_back_beside_an_equal_one_is_ambiguous() -> None:
     link = prompt_linker.find_link(next_prompt)
     assert link is not None
     prompt_linker.add_turn(replay.request(NEW, SYSTEM), ProgramId("other"), 0.0)
-    prompt_linker.put_back(link)
+    prompt_linker.put_back(link, link.program)
     assert prompt_linker.find_link(next_prompt) is None
 
 

@@ -153,3 +153,25 @@ def test_a_turn_that_is_sent_again_waits_no_longer_than_if_it_had_stayed(
         stayed_s[state, kind, pause_s] = wait(False, "")
     again_s = wait(stop, ends)
     assert again_s <= stayed_s[state, kind, pause_s] + UNDER_WAY_S
+
+
+def test_a_turn_that_is_aborted_again_and_again_is_one_programs(model: Path, settings: Any) -> None:
+    """Without a name; and as a second conversation under a name, which goes on from an older turn of it."""
+    settings(policy="continuum")
+    bench = Bench(ContinuumScheduler, model, BLOCKS, 256)
+
+    def new_programs(name: str | None, tokens: list[int]) -> int:
+        before = len(bench.engine.programs.records)
+        for _ in range(3):
+            sent = bench.send(name, tokens, 40)
+            for _ in range(5):
+                bench.step()
+            bench.scheduler.finish_requests(sent, RequestStatus.FINISHED_ABORTED)
+            bench.now_s += 2.0
+        bench.turn(name, tokens, out=5)
+        return len(bench.engine.programs.records) - before
+
+    assert new_programs(None, bench.turn(None, prompt(150, 1), out=5) + prompt(20, 2)) == 1
+    said = bench.turn("everybody", prompt(150, 3), out=5)
+    bench.turn("everybody", prompt(100, 3) + prompt(40, 4), out=5)
+    assert new_programs("everybody", said + prompt(20, 5)) == 1

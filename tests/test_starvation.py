@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench import Bench, prompt
+from tier_bench import TierBench
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.telemetry.events import TurnFinished
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
@@ -70,6 +73,71 @@ def test_no_turn_waits_longer_than_the_gauges_bound_though_older_programs_never_
                 live[name] = bench.send(name, prompt(240, n), 40)
         bench.step()
     assert bench.now_s - sent_s < bound_s + 60, "the rest: turns under way"
+
+
+@pytest.mark.parametrize("name", ["new", None])
+@pytest.mark.parametrize("old", [str, lambda _: None], ids=["named", "linked"])
+def test_turns_that_run_and_are_aborted_and_sent_again_bar_nobodys_way(
+    make: Any, old: Any, name: str | None
+) -> None:
+    """Their clients give up before an answer is whole."""
+    bench = make(64, policy="continuum", longest_wait_s=30)
+    stories = {n: bench.turn(old(n), prompt(150, n), 5) + prompt(45, 50 + n) for n in range(6)}
+    start_s, sent_s, sent, live = bench.now_s, math.inf, "", dict[int, tuple[str, float]]()
+    while sent not in bench.order and bench.now_s < start_s + 300:
+        for n, story in stories.items():
+            request_id, until_s = live.get(n, ("", math.inf))
+            if request_id in bench.order and until_s == math.inf:
+                live[n] = request_id, bench.now_s + 5
+            elif not request_id or bench.now_s >= until_s:
+                bench.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                live[n] = bench.send(old(n), story, 400), math.inf
+        if not sent and bench.now_s >= start_s + 20:
+            sent_s, sent = bench.now_s, bench.send(name, prompt(200, 90), 8)
+        bench.step()
+    assert bench.now_s - sent_s < 30 + 20, "the rest: turns under way"
+
+
+def test_turns_that_are_aborted_while_they_load_and_sent_again_bar_nobodys_way(
+    model: Path, settings: Any
+) -> None:
+    settings(policy="continuum", longest_wait_s=10)
+    bench = TierBench(ContinuumScheduler, model, 64, tier_blocks=512)
+    stories = {f"old{n}": bench.turn(f"old{n}", prompt(150, n), 5) + prompt(45, 50 + n) for n in range(6)}
+    bench.scheduler.reset_prefix_cache()
+    bench.load_steps = 30
+    start_s, sent_s, sent, live = bench.now_s, math.inf, "", dict[str, str]()
+    while sent not in bench.order and bench.now_s < start_s + 100:
+        for n, (name, story) in enumerate(stories.items()):
+            request = bench.scheduler.requests.get(live.get(name, ""))
+            loads = request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if loads and round(bench.now_s * 10) % 10 == n:
+                bench.scheduler.finish_requests(live[name], RequestStatus.FINISHED_ABORTED)
+            if not loads and (request is None or request.is_finished()):
+                live[name] = bench.send(name, story, 400)
+        if not sent and bench.now_s >= start_s + 5:
+            sent_s, sent = bench.now_s, bench.send("new", prompt(200, 90), 8)
+        bench.step()
+    assert bench.now_s - sent_s < 10 + 20, "the rest: turns under way"
+
+
+@pytest.mark.parametrize("name", ["new", None])
+def test_turns_that_are_sent_again_beside_their_own_lost_requests_bar_nobodys_way(
+    make: Any, name: str | None
+) -> None:
+    """A proxy keeps what the clients have given up, so each sending is one request more."""
+    bench = make(64, policy="continuum", longest_wait_s=30)
+    stories = {f"old{n}": bench.turn(f"old{n}", prompt(150, n), 5) + prompt(45, 50 + n) for n in range(3)}
+    start_s, sent_s, sent, sendings = bench.now_s, math.inf, "", 0
+    while sent not in bench.order and bench.now_s < start_s + 300:
+        if bench.now_s >= start_s + 3 * sendings:
+            sendings += 1
+            for old, story in stories.items():
+                bench.send(old, story, 100)
+        if not sent and bench.now_s >= start_s + 20:
+            sent_s, sent = bench.now_s, bench.send(name, prompt(200, 90), 8)
+        bench.step()
+    assert bench.now_s - sent_s < 30 + 20, "the rest: turns under way"
 
 
 def test_of_the_answers_to_one_prompt_one_is_the_programs_turn(make: Any) -> None:

@@ -64,7 +64,8 @@ def view(url: str, ranks: Sequence[Rank]) -> Group:
     table.add_column("because")
     for row in (row for rank in ranks for row in rank["programs"]):
         cells = (f"{row['for_s']:,.1f} s", f"{row['context_tokens']:,}", f"{row['turns']:,}")
-        table.add_row(row["program"], Text(row["state"], STATES[row["state"]]), *cells, because(row))
+        name, why = Text(row["program"]), Text(because(row))  # not as rich's markup
+        table.add_row(name, Text(row["state"], STATES[row["state"]]), *cells, why)
     counts = Counter(row["state"] for rank in ranks for row in rank["programs"])
     said = ", ".join(f"{counts[state]} {state}" for state in STATES)
     lines = [Text(f"{url}: {said}", style="bold")]

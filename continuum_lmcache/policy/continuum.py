@@ -54,7 +54,7 @@ LATE_S = 20.0  # most people reply later: at 10 s, programs lost their room just
 def retain(turn: FinishedTurn, state: EngineState) -> Retention:
     """No pin after what few return from, else eq. 2. The benefit counts by the share of the kept contexts
     that the program's latest returns repeated."""
-    if returns_late(turn.tool, state):
+    if returns_late(turn.tool, state, turn.has_returned):
         return Retention(0.0, "returns-late")
     repeats = turn.repeated_share if turn.repeated_share >= DIVERGES else 0.0
     return solved(turn, state, repeats)
@@ -84,13 +84,15 @@ def solved(turn: FinishedTurn, state: EngineState, repeats: float = 1.0) -> Rete
     return retention_of(seen, ttl_s, benefit_s, reason, price, asks_again)
 
 
-def returns_late(tool: ToolKey, state: EngineState) -> bool:
+def returns_late(tool: ToolKey, state: EngineState, has_returned: bool = False) -> bool:
     """Whether most programs end with the call, or it is an answer to which most people reply late.
 
     A slow tool is no such case: where it returns, the program has many turns left (LOG.md, 2026-11-26).
+    Nor is one from which this program has returned: others that call once and leave say nothing of it.
     """
-    late = state.gaps.longer_share(tool, LATE_S) if tool == NO_CALL else state.lost_share
-    return late > MOST
+    if tool == NO_CALL:
+        return state.gaps.longer_share(tool, LATE_S) > MOST
+    return state.lost_share > MOST and not has_returned
 
 
 # 2. Which waiting turn is next ------------------------------------------------------
@@ -163,7 +165,7 @@ def gives_up_place(turn: FinishedTurn, state: EngineState, places: Places) -> Pl
     most late turns are of programs that have lost their place in a gap. One whose program returns late, if at
     all, is kept for no time (docs/policy/places.md).
     """
-    expected_s = 0.0 if returns_late(turn.tool, state) else state.expected_s
+    expected_s = 0.0 if returns_late(turn.tool, state, turn.has_returned) else state.expected_s
     most_s = places.config.longest_wait_s
     spare_s = most_s - places.longest_wait_s - places.waiting * places.turn_s
     if expected_s and places.late_share > LATE_SHARE:
@@ -302,7 +304,7 @@ def evicts_first(end: End) -> Eviction:
     back after such a turn: a wrong one evicts a context that is needed again. And what most programs do not
     return from."""
     if not end.is_told:
-        return Eviction(end.lost_share > MOST, "usually-last")
+        return Eviction(end.lost_share > MOST and not end.has_returned, "usually-last")
     is_trusted = end.wrong_claims <= WRONG_SHARE * max(end.claims, LEAST_CLAIMS)
     return Eviction(is_trusted, "told" if is_trusted else "told-wrong-too-often")
 

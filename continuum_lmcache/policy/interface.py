@@ -126,6 +126,7 @@ class End(NamedTuple):
     claims: int  # ends that the tenant's clients have told,
     wrong_claims: int  # and those after which the program came back
     lost_share: float  # of the gaps of its tool, if the client has told no end
+    has_returned: bool = False  # its program, from an earlier call of the tool
 
 
 class Eviction(NamedTuple):

@@ -15,6 +15,7 @@ from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefix
 from continuum_lmcache.types import ProgramId, Residency, ToolKey, TurnId
 
 NOWHERE = Residency(0, 0, 0, 0)
+RETURNS_KEPT = 8  # tools: an agent has few
 STANDING_KEPT_S = 300.0  # clients give up after so long without a first byte, and send the turn again
 
 
@@ -73,6 +74,7 @@ class Program:
     turns_before_place: int = 0  # of these, before it got its place
     attained_tokens: int = 0  # computed for it so far
     tool: ToolKey = ()  # called by the last one
+    returned_from: tuple[ToolKey, ...] = ()  # the latest tools, RETURNS_KEPT at most
     finished_s: float | None = None  # when that ended; None if a later one is here
     residency: Residency = NOWHERE  # of its context, below the GPU, when it ended
     reload_s: float = 0.0  # what that context costs after a wait in the line

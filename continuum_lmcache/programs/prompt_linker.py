@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, repeat, takewhile
 from typing import Any, Protocol
 
@@ -145,9 +145,11 @@ class PromptLinker:
         tokens = turn.context_tokens if has_grown else turn.prompt_tokens
         return ProgramLink(turn.program, turn.arrival_s, tokens, turn)
 
-    def put_back(self, link: ProgramLink) -> None:
-        """The prompt's turn did not end, so its client may send the prompt again."""
-        self._keep(link.turn)
+    def put_back(self, link: ProgramLink, program: ProgramId) -> LinkableTurn:
+        """The prompt's turn did not end, so its client may send it again, as the program's next turn."""
+        turn = replace(link.turn, program=program)
+        self._keep(turn)
+        return turn
 
     def _extended(self, request: HashedPrompt, scope: Scope) -> LinkableTurn | None:
         """The longest turn that this prompt alone identifies."""

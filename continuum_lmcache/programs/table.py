@@ -132,9 +132,9 @@ class ProgramTable:
             heapq.heapify(self._away)
         self._keep_hashes(program, kept_hashes(program.hashes, hashes))
 
-    def remove_turn(self, now_s: float, program: Program) -> None:
+    def remove_turn(self, now_s: float, program: Program, keeps_standing: bool = True) -> None:
         """The turn failed or was aborted; the program may continue, and keeps its standing for a while."""
-        program.left = Left(program.stage, now_s)
+        program.left = Left(program.stage if keeps_standing else Stage.IDLE, now_s)
         self._end_turn(now_s, program)
         self.move(program, Stage.IDLE)
 

@@ -43,7 +43,7 @@ async def answer(app: Any, scope: Any, receive: Any, send: Any) -> None:
         body = await Request(scope, receive).json()
         found = name("program_id", body.get("program_id"))
         salt = name("cache_salt", body.get("cache_salt"))
-    except (AttributeError, RequestError, ValueError):
+    except (AttributeError, RecursionError, RequestError, ValueError):
         found, salt = None, None
     if found is not None:
         program = program_id(found, namespace_of(salt, api_keys.owner.get()))
