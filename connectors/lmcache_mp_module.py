@@ -1,5 +1,3 @@
 """The path for `--server-module`; the code is in connectors.lmcache_mp.server.module."""
 
-from connectors.lmcache_mp.server.module import MpTierModule, build_server_modules
-
-__all__ = ["MpTierModule", "build_server_modules"]
+from connectors.lmcache_mp.server.module import build_server_modules as build_server_modules

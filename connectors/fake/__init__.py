@@ -1,7 +1,3 @@
 """A connector without LMCache, for tests and the simulator."""
 
-from __future__ import annotations
-
-from connectors.fake.connector import FakeConnector
-
-__all__ = ["FakeConnector"]
+from connectors.fake.connector import FakeConnector as FakeConnector

@@ -119,8 +119,7 @@ def caller(client: Any) -> Call:
             raise ConnectionError(f"its reply is {response!r}")
         if not response.success:
             raise ConnectionError(response.error)
-        payload_back: bytes = response.payload
-        return payload_back
+        return bytes(response.payload)
 
     return call
 

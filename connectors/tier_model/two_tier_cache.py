@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from connectors.tier_model.lru_tier import ChunkName, LruTier
 from connectors.tier_model.tier_spec import GB, TierSpec
@@ -115,12 +116,8 @@ class TwoTierCache:
         return [n for n in new if self.has(n)]
 
     def finish_writes(self, now_s: float) -> None:
-        due = []
-        for name, done_s in self.pending.items():
-            if done_s > now_s:
-                break
-            due.append(name)
-        for name in due:
+        due = takewhile(lambda name: self.pending[name] <= now_s, self.pending)
+        for name in list(due):
             del self.pending[name]
             self.ssd.reserved -= 1
             self.ssd.names[name] = None

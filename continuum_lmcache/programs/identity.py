@@ -125,8 +125,7 @@ def flag(field: str, value: object) -> bool:
         return bool(value)
     text = str(value).strip().lower() if isinstance(value, str | int | float) and len(str(value)) < 9 else "?"
     if text not in YES + NO:
-        shown = repr(value)[:40]
-        raise RequestError(f"{field} is {shown}; it must be true or false")
+        raise RequestError(f"{field} is {value!r:.40}; it must be true or false")
     return text in YES
 
 

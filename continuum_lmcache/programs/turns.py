@@ -12,7 +12,6 @@ from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink, 
 from continuum_lmcache.types import QueueEntry, TurnId
 
 PromptKey = tuple[Hashable, ...]  # equal for equal prompts of one scope: `prompt_key`
-NO_PROMPT: PromptKey = ()
 LATE_TURNS = 256  # the latest, whose first tokens give the share of late ones
 
 
@@ -33,7 +32,7 @@ class Turn:
     priority: int
     may_be_linked: bool = False  # without a name it may be a turn of a program
     link: ProgramLink | None = None  # to the turn that it continues
-    prompt: PromptKey = NO_PROMPT
+    prompt: PromptKey = ()
     has_all_input: bool = False  # of a streaming session whose client has no more
     refused_s: float | None = None  # when it was first in the queue and there were no blocks
     started_s: float | None = None
@@ -119,8 +118,3 @@ class TurnTable(dict[TurnId, Turn]):
     @property
     def waiting_since_s(self) -> Collection[float]:
         return self._not_run.values()
-
-    def is_waiting(self, turn_id: TurnId) -> bool:
-        """Whether the turn is in the queue and has not run yet."""
-        turn = self.get(turn_id)
-        return turn is not None and turn.started_s is None

@@ -148,25 +148,21 @@ class PinTable:
 
     def check(self) -> None:
         """Raise InvariantError unless sums and pins agree."""
-        by_tenant: dict[str, set[int]] = {}
+        held: dict[str, set[int]] = {}
         for pin in self.pinned.values():
-            by_tenant.setdefault(self.programs[pin.program].tenant, set()).update(pin.block_ids)
-        total, ends = len(set().union(*by_tenant.values())), sum(self.outcomes.values())
+            held.setdefault(self.programs[pin.program].tenant, set()).update(pin.block_ids)
+        by_tenant = {t: len(blocks) for t, blocks in held.items()} if self._counts_tenants else {}
         counted = {tenant: len(blocks) for tenant, blocks in self._by_tenant.items()}
-        for holds, equation in (
-            (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != blocks of pins {total}"),
-            (
-                not self._counts_tenants or counted == {t: len(blocks) for t, blocks in by_tenant.items()},
-                f"blocks by tenant {counted} != those of their pins",
-            ),
-            (total <= self.max_pinned_blocks, f"pinned {total} > budget {self.max_pinned_blocks}"),
-            (
-                self.taken - ends == len(self.pinned),
-                f"taken {self.taken} - ended {ends} != live pins {len(self.pinned)}",
-            ),
+        total, ends = len(set().union(*held.values())), sum(self.outcomes.values())
+        for name, noted, found in (
+            ("pinned blocks", self.pinned_blocks, total),
+            ("blocks by tenant", counted, by_tenant),
+            ("pins taken", self.taken, ends + len(self.pinned)),
         ):
-            if not holds:
-                raise InvariantError(equation)
+            if noted != found:
+                raise InvariantError(f"{name}({noted}) != those of the pins({found})")
+        if total > self.max_pinned_blocks:
+            raise InvariantError(f"pinned({total}) > budget({self.max_pinned_blocks})")
 
     def _end_s(self, pin: Pin) -> float:
         """When the pin ends: a turn that waits still needs it, up to max_ttl_s."""

@@ -14,11 +14,8 @@ REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
 class MetricsDelta:
-    """The changes in one engine since its last report: growth of counts, changed gauges, new samples.
-
-    vLLM sends each step's stats to any one of its API servers, and Prometheus adds these up. So every event
-    must be reported once: a total would be counted by each API server that gets one.
-    """
+    """The changes in one engine since its last report: growth of counts, changed gauges, new samples. So each
+    event is reported once, whichever API server gets it (hooks/prometheus.py)."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts, self._samples = parts, parts.samples

@@ -10,11 +10,11 @@ process: there CacheConfig.kv_offloading_size is None.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial, partialmethod
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -64,26 +64,15 @@ TOOL_PARSER = ("tool_call_parser", "tool_parser_plugin")  # arguments of `vllm s
 
 def install() -> None:
     """Wrap the three methods, once a process."""
-    if getattr(EngineArgs, "_continuum", False):
+    arguments: Any = EngineArgs
+    if hasattr(arguments, "_continuum"):
         return
-    EngineArgs._continuum = True  # type: ignore[attr-defined]
+    arguments._continuum = True
     for name, module in (OVER_LMCACHE, OVER_NATIVE):  # MultiConnector finds classes by name alone
         KVConnectorFactory.register_connector(name, module, name)
-    for ours in (add_cli_args, from_cli_args, create_engine_config):
-        stock = vars(EngineArgs)[ours.__name__]
-        is_plain = not isinstance(stock, staticmethod | classmethod)
-        call = around(stock if is_plain else stock.__func__, ours)
-        setattr(EngineArgs, ours.__name__, call if is_plain else type(stock)(call))
-
-
-def around(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Our function for vLLM's place, which gets vLLM's as its first argument."""
-
-    @functools.wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return ours(stock, *args, **kwargs)
-
-    return call
+    arguments.add_cli_args = staticmethod(partial(add_cli_args, arguments.add_cli_args))
+    arguments.from_cli_args = classmethod(partial(from_cli_args, arguments.from_cli_args.__func__))
+    arguments.create_engine_config = partialmethod(create_engine_config, arguments.create_engine_config)
 
 
 def add_cli_args(stock: Callable[..., Any], parser: Any) -> Any:
@@ -128,7 +117,7 @@ def from_cli_args(stock: Callable[..., Any], cls: type[EngineArgs], args: argpar
     return made
 
 
-def create_engine_config(stock: Callable[..., Any], self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+def create_engine_config(self: EngineArgs, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces the policy's name by this package's scheduler."""
     if self.scheduling_policy != POLICY:
         return stock(self, *args, **kwargs)

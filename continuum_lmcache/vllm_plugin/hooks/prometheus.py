@@ -135,8 +135,5 @@ def install() -> None:
 
     @wrapping.hook(StatLoggerManager)
     def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
-        payload = detach(scheduler_stats)
-        if payload:
-            engine = kwargs.get("engine_idx") or 0
-            observe(payload, engine)
+        observe(detach(scheduler_stats), kwargs.get("engine_idx") or 0)
         return stock(self, scheduler_stats, *args, **kwargs)

@@ -45,10 +45,9 @@ class GpuBlocks:
         if self.keeps_all or not tokens:
             return
         groups = self._manager.get_blocks(request_id).blocks
+        blocks = sum(not b.is_null for group in groups for b in group)
         self._ended_tokens = self._ended_tokens * DENSITY_DECAY + tokens
-        self._ended_blocks = self._ended_blocks * DENSITY_DECAY + sum(
-            not b.is_null for g in groups for b in g
-        )
+        self._ended_blocks = self._ended_blocks * DENSITY_DECAY + blocks
         self.tokens_per_block = self._ended_tokens / max(self._ended_blocks, 1.0)
 
     @property
@@ -127,12 +126,10 @@ class GpuBlocks:
 
     def forget_all(self) -> None:
         """Remove all KV from the prefix cache. What live requests compute on theirs will not enter it."""
-        self._pool.evict_blocks(
-            {block.block_id for block in self._pool.blocks if block._block_hash is not None}
-        )
-        for manager in self._manager.coordinator.single_type_managers:
-            live = (request_id for request_id, blocks in manager.req_to_blocks.items() if blocks)
-            manager.num_cached_block.update(dict.fromkeys(live, sys.maxsize))  # all are cached, as it were
+        self._pool.evict_blocks({b.block_id for b in self._pool.blocks if b._block_hash is not None})
+        for kind in self._kinds:
+            live = (request_id for request_id, blocks in kind.req_to_blocks.items() if blocks)
+            kind.num_cached_block.update(dict.fromkeys(live, sys.maxsize))  # all are cached, as it were
 
     def is_used_by(self, request_id: str, block_ids: Sequence[int]) -> bool:
         groups = self._manager.get_blocks(request_id).blocks

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.engine import turn_of
 from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.types import Pin, TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
@@ -124,9 +125,7 @@ class PinReclaimer:
             loads = kwargs.get("num_external_computed_tokens", 0)
             self._events.on_allocated(request, hits, loads)
 
-    def _reclaim(
-        self, request: Request, need: int, allocate: Callable[[], KVCacheBlocks | None]
-    ) -> KVCacheBlocks | None:
+    def _reclaim(self, request: Request, need: int, allocate: Allocate) -> KVCacheBlocks | None:
         turn = self._turns[TurnId(request.request_id)]
         if self._may_take_any(turn, request):
             own = self._pins.pinned.get(turn.program.id)  # whose prefix it may hit, so it comes last
@@ -142,9 +141,7 @@ class PinReclaimer:
             return None
         return self._release_until_fits(victims, need, allocate)
 
-    def _release_until_fits(
-        self, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
-    ) -> KVCacheBlocks | None:
+    def _release_until_fits(self, victims: list[Pin], need: int, allocate: Allocate) -> KVCacheBlocks | None:
         """Free pins' blocks one pin after the other until the request fits; else hold them all again."""
         freed: list[Pin] = []
         for victim in victims:
@@ -182,12 +179,11 @@ class PinReclaimer:
     def _pins_of_turns_behind(self, turn: Turn, request: Request) -> list[Pin]:
         """The pins of programs whose next turn is here, does not run either, and has a later place."""
         programs = self._programs.records
-        if all(programs[program].turn is None for program in self._pins.pinned):
+        if not any(programs[program].is_waiting for program in self._pins.pinned):
             return []  # before all pins are sorted, in each step of a blocked queue
-        others = [(pin, programs[pin.program].turn) for pin in self._pins.victims(turn.program.id)]
-        waiting = [(pin, other) for pin, other in others if other and self._turns.is_waiting(other)]
         key, requests = self._events.queue_key, self._scheduler.requests
-        own = key(request)
+        own, pins = key(request), self._pins.victims(turn.program.id)
+        waiting = [(pin, turn_of(programs[pin.program])) for pin in pins if programs[pin.program].is_waiting]
         return [pin for pin, other in waiting if key(requests[other]) > own]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
