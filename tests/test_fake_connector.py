@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from connectors.fake.scheduler_side import FakeSchedulerSide
-from connectors.tier_model.lru_tier import chunk_names
-from connectors.tier_model.tier_spec import TierSpec
+from connectors.tier_model import TierSpec, chunk_names
 
 
 def a_planner() -> FakeSchedulerSide:

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from connectors.fake.scheduler_side import FakeSchedulerSide, tiers_of
-from connectors.tier_model.lru_tier import chunk_names
-from connectors.tier_model.tier_spec import GB, TierSpec
-from connectors.tier_model.two_tier_cache import TwoTierCache
+from connectors.tier_model import GB, TierSpec, TwoTierCache, chunk_names
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit
 

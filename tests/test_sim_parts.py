@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from connectors.tier_model.lru_tier import chunk_names
+from connectors.tier_model import chunk_names
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from experiments.sim.clock import TIMED_MODULES, Timetable, VirtualClock, virtual_time

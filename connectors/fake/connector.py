@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide, tiers_of
 from connectors.fake.worker_side import FakeWorkerSide
-from connectors.tier_model.lru_tier import Namer, chunk_names
+from connectors.tier_model import Namer, chunk_names
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, Prefix, TierHit, TierStore

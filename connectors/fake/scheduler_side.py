@@ -10,9 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from connectors.tier_model.lru_tier import ChunkName, Namer, chunk_names
-from connectors.tier_model.tier_spec import TierSpec
-from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
+from connectors.tier_model import ActiveLoad, ChunkName, Namer, TierSpec, TwoTierCache, chunk_names
 from continuum_lmcache.config import parsed, refuse_unknown, require
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from connectors.fake.scheduler_side import ChunkCopy, LoadJob
-from connectors.tier_model.lru_tier import ChunkName
+from connectors.tier_model import ChunkName
 from continuum_lmcache.errors import ConfigError, InvariantError
 
 

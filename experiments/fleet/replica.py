@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from connectors.tier_model.two_tier_cache import TwoTierCache
+from connectors.tier_model import TwoTierCache
 from experiments.sim.engine import Engine
 from experiments.sim.streams import stream_names
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from connectors.tier_model.two_tier_cache import BandwidthLink
+from connectors.tier_model import BandwidthLink
 from continuum_lmcache.errors import InvariantError
 from experiments.fleet.replica import Replica, Sent, Turn, chunk_names
 from experiments.fleet.routers import COOL_S, Router

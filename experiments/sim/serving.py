@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.fake.connector import FakeConnector
-from connectors.tier_model.lru_tier import Namer
+from connectors.tier_model import Namer
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 from experiments import policies
 from experiments.sim import peers

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from connectors.tier_model.lru_tier import ChunkName
+from connectors.tier_model import ChunkName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ def stream_names(
     salt: str = "",  # noqa: ARG001
     known: Sequence[Any] = (),
 ) -> list[ChunkName]:
-    """Names of the whole chunks (connectors.tier_model.lru_tier.Namer)."""
+    """Names of the whole chunks (connectors.tier_model.Namer)."""
     first = (len(known) + 1) * chunk_tokens
     ends = range(first, len(token_ids) + 1, chunk_tokens)
     return [*known, *((token_ids[end - 1], end) for end in ends)]

@@ -26,7 +26,7 @@ COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/t
 SIMULATOR = (
     *COMMON,
     # all but LMCache's adapters, which the simulator does not run
-    *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
+    *(f"connectors/{part}*.py" for part in ("", "fake/")),
     *("experiments/sim/*.py", "experiments/sessions.py", "profiles/2xh100*.yaml"),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "simulated")),
 )

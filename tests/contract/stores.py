@@ -23,8 +23,7 @@ from vllm.v1.request import Request
 
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
-from connectors.tier_model.lru_tier import chunk_names
-from connectors.tier_model.tier_spec import GB, TierSpec
+from connectors.tier_model import GB, TierSpec, chunk_names
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit
 from continuum_lmcache.types import Tier
 

@@ -15,18 +15,87 @@ its oldest chunk, and a hit is touched tail first, so that from then on the head
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import takewhile
+from typing import Any
 
-from connectors.tier_model.lru_tier import ChunkName, LruTier
-from connectors.tier_model.tier_spec import GB, TierSpec
+from continuum_lmcache.config import require
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
+GB = 2**30  # as LMCache counts its `max_local_cpu_size`
 TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
+
+ChunkName = Hashable
+"""Names one chunk and all tokens before it: equal names, equal KV."""
+
+Namer = Callable[[Sequence[int], int, str, Sequence[Any]], list[ChunkName]]
+"""(token ids, chunk tokens, salt, known names of the first chunks) -> names of all whole chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """Sizes in GB of 2^30 bytes per rank, rates in 10^9 bytes/s, times in seconds.
+
+    A size of 0 leaves a tier out. A missing rate takes no time. Raises ConfigError.
+    """
+
+    dram_gb: float = 1.0
+    ssd_gb: float = 0.0
+    chunk_tokens: int = 256
+    load_gbps: float = math.inf  # DRAM to GPU
+    ssd_load_gbps: float = math.inf
+    ssd_store_gbps: float = math.inf
+    load_latency_s: float = 0.0  # added to every load, whatever its size
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "load_gbps", "ssd_load_gbps", "ssd_store_gbps"):
+            require(getattr(self, name) > 0, f"{name} of a tier", getattr(self, name), "more than 0")
+        for name in ("dram_gb", "ssd_gb", "load_latency_s"):
+            require(getattr(self, name) >= 0, f"{name} of a tier", getattr(self, name), "0 or more")
+
+
+def chunk_names(
+    token_ids: Sequence[int], chunk_tokens: int, salt: str = "", known: Sequence[Any] = ()
+) -> list[ChunkName]:
+    """Names of the whole chunks of `token_ids`, each a hash that includes the one before; `known` first."""
+    names: list[ChunkName] = list(known)
+    parent: bytes = known[-1] if known else salt.encode()
+    for start in range(len(names) * chunk_tokens, len(token_ids) - chunk_tokens + 1, chunk_tokens):
+        chunk = array("q", token_ids[start : start + chunk_tokens]).tobytes()
+        parent = blake2b(parent + chunk, digest_size=16).digest()
+        names.append(parent)
+    return names
+
+
+@dataclass(slots=True)
+class LruTier:
+    """One tier's chunks, next to be evicted first."""
+
+    capacity: float  # in chunks
+    names: OrderedDict[ChunkName, None] = field(default_factory=OrderedDict)
+    reserved: int = 0  # places reserved for unfinished writes
+
+    def make_room(self, keep: Collection[ChunkName] = ()) -> list[ChunkName] | None:
+        """Evict until one more chunk fits, never from `keep`; None if that is impossible."""
+        evicted = []
+        while len(self.names) + self.reserved + 1 > self.capacity:
+            victim = next((n for n in self.names if n not in keep), None)
+            if victim is None:
+                return None
+            del self.names[victim]
+            evicted.append(victim)
+        return evicted
+
+    def touch(self, hit: Sequence[ChunkName]) -> None:
+        """Tail first, so that the head becomes the most recently used."""
+        for name in reversed(hit):
+            self.names.move_to_end(name)
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""DRAM and disk as tiers of a certain size and speed: names and times, no bytes."""
