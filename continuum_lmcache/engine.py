@@ -125,13 +125,12 @@ class Engine:
             learned.rates, self.policy.to_load, lambda: (len(self.turns) - 1, self.kv_tokens)
         )
         self._hash_block_tokens = hash_block_tokens
-        self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
             self.programs,
             KVCapacity(self.kv_tokens, learned.cheap_tier_tokens()),
             config,
             self.policy,
-            self._shared_prefixes,
+            SharedPrefixIndex(hash_block_tokens),
         )
         self.linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
         self._refresh_at_s = 0.0
@@ -491,7 +490,7 @@ class Engine:
         return self.linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
 
     def _evict_first(self, now_s: float, turn: Turn, prompt: HashedPrompt) -> EvictFirst:
-        shared_tokens = self._shared_prefixes.head(prompt.block_hashes).tokens
+        shared_tokens = self.admission.shared_prefixes.head(prompt.block_hashes).tokens
         return EvictFirst(now_s, turn.program.id, turn.id, shared_tokens)
 
     def _drop(self, now_s: float, program: Program) -> ProgramEnded:
@@ -542,10 +541,7 @@ class Engine:
 
     def refresh(self, now_s: float, kv_tokens: int, tier_tokens: Mapping[Tier, int]) -> list[Event]:
         """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the GPU's cache and
-        the tiers, whose rates decide what counts as room.
-
-        Of tiers that several engines share, each has the less, the more of them run.
-        """
+        the tiers: their rates decide what counts as room, and engines that share one have equal parts."""
         self._refresh_at_s = now_s + REFRESH_S
         self.kv_tokens = kv_tokens
         self.learned.survival.resize(tier_tokens)

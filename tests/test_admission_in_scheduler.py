@@ -363,7 +363,7 @@ def test_conversations_share_their_system_prompt_whether_or_not_they_have_names(
     for _ in range(6):
         bench.step()
     assert bench.engine.programs.context_tokens < 600 * BLOCK / 2
-    assert len(bench.engine._shared_prefixes._heads) == 1
+    assert len(bench.engine.admission.shared_prefixes._heads) == 1
     bench.run_until_idle()
 
 

@@ -43,6 +43,7 @@ ELSEWHERE = frozenset(  # settings by which LMCache would put KV somewhere else
     {"remote_url", "gds_path", "maru_path", "enable_p2p", "enable_pd", "enable_blending"}
     | {"storage_plugins", "remote_storage_plugins", "external_lookup_client"}
 )
+DEFAULTS = (("local_cpu", "true"), ("local_cpu", "1"), ("cache_policy", "lru"))  # what it does anyway
 NAMES = _CONFIG_DEFINITIONS.keys() | _CONFIG_ALIASES.keys() | {"max_tokens_per_load"}
 MISSPELT = 0.85  # how much a variable's name is like a setting's, 0 to 1
 BARE_KEYS = frozenset(  # of LMCacheConnectorV1, without a prefix
@@ -92,7 +93,7 @@ def translated(
     line = f"LMCache's server on port {port_of(extra)}, if none runs there: {command}"
     if values:
         line += f"; from {', '.join(_spelled(values, environ))}"
-    ignored = [name for name in user if name not in TRANSLATED and not _is_default(name, user[name])]
+    ignored = [n for n, v in user.items() if n not in TRANSLATED and (n, str(v).lower()) not in DEFAULTS]
     if ignored:
         line += f"; without a counterpart, so without effect: {', '.join(_spelled(ignored, environ))}"
     return {**kept, AUTOSTART: True, SERVER_ARGS: command}, line
@@ -231,11 +232,6 @@ def _from_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 def _is_kept(key: str) -> bool:
     """Whether the MP connector has a key of this kind, or refuses it itself."""
     return key.startswith(MP) or not (key.startswith(PREFIX) or key in BARE_KEYS)
-
-
-def _is_default(name: str, value: Any) -> bool:
-    """Whether the server does anyway what the setting asks for."""
-    return (name, str(value).lower()) in (("local_cpu", "true"), ("local_cpu", "1"), ("cache_policy", "lru"))
 
 
 def _spelled(names: Iterable[str], environ: Mapping[str, str]) -> list[str]:

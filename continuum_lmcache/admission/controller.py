@@ -244,8 +244,6 @@ class AdmissionController:
         )
         return self.policy.longest_wait_s(line)
 
-    # -----------------------------------------------------------------------
-
     def _need_tokens(self, program: Program) -> float:
         """What the program in line would add to the started ones, in tokens."""
         head = self.shared_prefixes.head(program.prompt_hashes)

@@ -229,8 +229,6 @@ class ProgramTable:
             if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=slack):
                 raise InvariantError(f"{name}({summed:.1f}) != sum of programs({counted:.1f})")
 
-    # -----------------------------------------------------------------------
-
     def _counted(self, program: Program) -> Counted:
         if program.stage in UNCOUNTED:
             return NOT_COUNTED

@@ -70,10 +70,7 @@ class PinTable:
     _deadlines: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, stale entries skipped
 
     def take(self, now_s: float, turn: FinishedTurn, keep: Retention, block_ids: Sequence[int]) -> Pin | None:
-        """Begin a pin on a finished turn's blocks, if `keep` has a TTL and the budget allows it.
-
-        Release the program's older pin first: a program has one pin, the latest.
-        """
+        """Begin a pin on a finished turn's blocks, if `keep` has a TTL and the budget allows it."""
         if (older := self.pinned.get(turn.program)) is not None:
             raise InvariantError(f"program {turn.program!r} already holds a pin of {older.blocks} blocks")
         if keep.ttl_s <= 0 or not block_ids:

@@ -40,7 +40,7 @@ SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".engine.end_claims[].ended": MOST_TENANTS * MAX_ENDED,
-    ".engine._shared_prefixes._heads": MOST_HEADS,
+    ".engine.admission.shared_prefixes._heads": MOST_HEADS,
     ".engine.learned._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
