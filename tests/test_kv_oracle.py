@@ -24,7 +24,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from connectors.fake.worker_side import FakeWorkerSide
+from connectors.fake.connector import FakeWorkerSide
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 MakeMp = Callable[..., ServerBench]

@@ -74,7 +74,7 @@ def post(body: Any, key: str = "", keys: tuple[str, ...] = ()) -> tuple[httpx.Re
 def test_the_api_server_tells_the_engine_the_programs_name() -> None:
     response, told = post({"program_id": "p"})
     assert response.json() == {"program_id": "p", "released": True}
-    assert told == [(program_release.METHOD, "p")]
+    assert told == [("continuum_release", "p")]
 
 
 def test_a_key_ends_its_own_programs_alone() -> None:
@@ -96,4 +96,4 @@ def test_a_bad_body_gets_400_with_what_to_send(body: Any) -> None:
 
 def test_an_owner_in_the_body_is_nobodys_word() -> None:
     _, told = post({"program_id": "p", OWNER_FIELD: "somebody"})
-    assert told == [(program_release.METHOD, "p")]
+    assert told == [("continuum_release", "p")]

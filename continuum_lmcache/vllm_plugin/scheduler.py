@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from continuum_lmcache.policy.interface import StepState
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import build_parts
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, program_release, prometheus, weight_updates
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.engine_args import load_settings
 from continuum_lmcache.vllm_plugin.live import routes
 from continuum_lmcache.vllm_plugin.live.programs import LivePrograms
@@ -62,7 +62,6 @@ class ContinuumMixin(Scheduler):
         idle_timer.install()  # the engine exists already, and becomes idle later
         weight_updates.install()
         routes.install()
-        program_release.install()
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer

@@ -21,8 +21,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from connectors.fake.connector import FakeWorkerSide
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
-from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model import GB, TierSpec, chunk_names
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit
 from continuum_lmcache.types import Tier

@@ -48,7 +48,7 @@ Owner = tuple[str, int]  # a model, and the number of pieces of a chunk's KV
 Piece = tuple[int, int]  # rank and object group
 
 
-class TierChangeLog:
+class TierChangeLog(L1ManagerListener, L2AdapterListener):
     """Which chunks are complete in which tier, by owner, and the numbered changes. Any thread."""
 
     def __init__(self, registry: Any, max_changes: int = MAX_CHANGES) -> None:
@@ -138,20 +138,15 @@ class TierChangeLog:
         name = chunk_name(key.chunk_hash, key.cache_salt)
         return (key.model_name, world_size), name, (key.kv_rank, key.object_group_id)
 
-
-class TierListener(L1ManagerListener, L2AdapterListener):
-    """Notes both tiers' changes. LMCache calls it under L1's lock, so it does nothing else."""
-
-    def __init__(self, log: TierChangeLog) -> None:
-        self._log = log
+    # what LMCache tells of both tiers, under L1's lock: so nothing else is done here
 
     def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None:
-        self._log.admit(False, keys)
+        self.admit(False, keys)
 
     on_l1_keys_finish_write_and_reserve_read = on_l1_keys_write_finished
 
     def on_l1_keys_deleted_by_manager(self, keys: list[ObjectKey]) -> None:
-        self._log.drop(False, keys)
+        self.drop(False, keys)
 
     def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None:
         """Nothing enters or leaves L1, nor by the three events below."""
@@ -161,12 +156,12 @@ class TierListener(L1ManagerListener, L2AdapterListener):
     on_l1_keys_reserved_write = on_l1_keys_accessed
 
     def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: object = None) -> None:  # noqa: ARG002
-        self._log.admit(True, keys)
+        self.admit(True, keys)
 
     on_l2_keys_accessed = on_l2_keys_stored  # what was read is there: so others' chunks become known
 
     def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
-        self._log.drop(True, keys)
+        self.drop(True, keys)
 
 
 def stored_before(adapter: Any) -> dict[ObjectKey, Path] | None:
@@ -189,9 +184,8 @@ class MpTierModule:
         self.context = context
         storage = context.storage_manager
         self._log = TierChangeLog(context.layout_desc_registry)
-        listener = TierListener(self._log)
         for manager in storage._l1_managers_by_id.values():
-            manager.register_listener(listener)
+            manager.register_listener(self._log)
         self._known_l2: set[int] = set()  # adapters of which the log has every chunk
         self._l2: list[WatchedL2] = []
         self._checks = checks
@@ -201,7 +195,7 @@ class MpTierModule:
                 self._known_l2.add(about.index)
                 self._log.admit(True, watched.adopt(before))
             watched.fit()
-        storage.register_l2_listener(listener)
+        storage.register_l2_listener(self._log)
         self._build, storage._build_l2_adapter = storage._build_l2_adapter, self.build_l2_adapter
         refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size, self._needs_l2)

@@ -17,17 +17,11 @@ from continuum_lmcache.programs.identity import name, namespace_of, program_id
 from continuum_lmcache.vllm_plugin.hooks import api_keys
 
 PATH = "/programs/release"
-METHOD = "continuum_release"  # of EngineCore, ours
 
 
-def install() -> None:
-    """Once a process, when our scheduler is built."""
-    from vllm.v1.engine.core import EngineCore
-
-    def release(self: Any, program: str) -> None:
-        self.scheduler.on_release(program)
-
-    setattr(EngineCore, METHOD, release)
+def continuum_release(engine_core: Any, program: str) -> None:
+    """Of EngineCore (live/routes.py: install)."""
+    engine_core.scheduler.on_release(program)
 
 
 def is_asked(app: Any, scope: Any) -> bool:
@@ -48,6 +42,6 @@ async def answer(app: Any, scope: Any, receive: Any, send: Any) -> None:
     if found is not None:
         program = program_id(found, namespace_of(salt, api_keys.owner.get()))
         engine_client = app.state.engine_client
-        await engine_client.engine_core.call_utility_async(METHOD, program)
+        await engine_client.engine_core.call_utility_async(continuum_release.__name__, program)
         response = JSONResponse({"program_id": found, "released": True})
     await response(scope, receive, send)

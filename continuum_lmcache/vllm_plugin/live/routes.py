@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from continuum_lmcache.vllm_plugin.hooks import api_keys
+from continuum_lmcache.vllm_plugin.hooks.program_release import continuum_release
 
 PREFIX = "/v1/continuum/"
 NO_RECORDING = "this server keeps no recording: set continuum.run_output_dir (or RUN_OUTPUT_DIR) to a folder"
@@ -44,10 +45,10 @@ def continuum_recording(engine_core: Any) -> Future[str]:
 
 
 def install() -> None:
-    """In an engine's process: its API servers may call the two."""
+    """In an engine's process: its API servers may call these."""
     from vllm.v1.engine.core import EngineCore
 
-    for method in (continuum_programs, continuum_recording):
+    for method in (continuum_programs, continuum_recording, continuum_release):
         setattr(EngineCore, method.__name__, method)
 
 
