@@ -153,10 +153,10 @@ class Engine:
         else:
             program = self.programs.add(now_s, self._new_id(new), new.fields.owner, now_s, one_turn=True)
             self.programs.add_turn(now_s, new.id, program)
-            self._queue_or_line_up(now_s, program, new, prompt, None, exempt=True)
+            self._queue_or_line_up(now_s, program, new, prompt, exempt=True)
             return []
         events.append(self._add_turn(now_s, name, new, prompt, link))
-        self.turns[new.id].prompt = key
+        self.turns[new.id].prompt, self.turns[new.id].link = key, link
         self.turns.by_prompt[key] = new.id
         return events
 
@@ -233,7 +233,7 @@ class Engine:
         is_new = program.stage is Stage.IDLE and program.left is None
         has_started = fields.turns > program.turns or (is_new and link is not None)
         # the turn before was aborted although it looked like an end, or its answer was lost
-        is_repeat = link is not None and link.is_repeat(prompt.num_prompt_tokens)
+        is_repeat = link is not None and link.turn.prompt_tokens == prompt.num_prompt_tokens
         if is_repeat and program.stage is Stage.OVERDUE and program.finished_s is not None:
             has_started |= now_s - program.finished_s <= STANDING_KEPT_S
         gap_s = self.programs.add_turn(now_s, new.id, program)
@@ -244,7 +244,7 @@ class Engine:
         elif link is not None:
             program.turns = max(program.turns, 1)  # the first one had no program
             gap_s = None if is_repeat else gap_s  # no tool ran
-        self._queue_or_line_up(now_s, program, new, prompt, link, exempt=has_started)
+        self._queue_or_line_up(now_s, program, new, prompt, exempt=has_started)
         tool = (fields.last_tool or program.tool) if gap_s is not None else ()
         if gap_s is not None:
             self.learned.gaps.observe(tool, gap_s, program.tenant)
@@ -253,24 +253,11 @@ class Engine:
         return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s)
 
     def _queue_or_line_up(
-        self,
-        now_s: float,
-        program: Program,
-        new: NewTurn,
-        prompt: HashedPrompt,
-        link: ProgramLink | None,
-        exempt: bool,
+        self, now_s: float, program: Program, new: NewTurn, prompt: HashedPrompt, exempt: bool
     ) -> None:
         """The program's turn is here: it may run, or waits in the line. Nobody does without admission."""
-        self.turns[new.id] = Turn(new.id, program, new.fields, now_s, new.priority, new.may_be_linked, link)
-        self.admission.on_arrival(
-            now_s,
-            program,
-            prompt.num_prompt_tokens,
-            new.priority,
-            prompt.block_hashes,
-            exempt=exempt or not self.policy.admits,
-        )
+        self.turns[new.id] = Turn(new.id, program, new.fields, now_s, new.priority, new.may_be_linked)
+        self.admission.on_arrival(now_s, program, prompt, new.priority, exempt or not self.policy.admits)
 
     def turn_ran(
         self, now_s: float, turn: Turn, prompt: HashedPrompt, served: Residency, uses_pin: bool
@@ -288,8 +275,7 @@ class Engine:
             self.programs.running_singles[program.id] = program
             return []
         self.pins.turn_stopped_waiting(program.id)
-        prompt_tokens = prompt.num_prompt_tokens
-        context_tokens = min(program.last_tokens, prompt_tokens)
+        context_tokens = min(program.last_tokens, prompt.num_prompt_tokens)
         evicted = context_tokens - turn.gpu_tokens > SLACK_BLOCKS * self._hash_block_tokens
         if evicted and turn.id not in self.load_policy.declined:  # else less was loaded than was held
             self.learned.survival.on_return(program.residency, served, context_tokens)
@@ -297,14 +283,7 @@ class Engine:
         if evicted and program.placed_s <= turn.arrival_s:  # else it waited for its place, not for memory
             self.learned.observe_queue_delay(delay_s)
         events: list[Event] = [TurnStarted(now_s, program.id, turn.id, served, delay_s, evicted)]
-        losses = losses_of(
-            program.hashes,
-            hashes,
-            block_tokens=self._hash_block_tokens,
-            context_tokens=program.last_tokens,
-            prompt_tokens=prompt_tokens,
-            found_tokens=found_tokens,
-        )
+        losses = losses_of(program.hashes, prompt, self._hash_block_tokens, program.last_tokens, found_tokens)
         if program.hashes:
             same = same_blocks(program.hashes, hashes) / len(program.hashes)
             program.repeated = (*program.repeated[1:], same)
@@ -373,18 +352,11 @@ class Engine:
         )
         retention = self._retain(ended, state)
         gap_s = state.gaps.most_specific(tool).mean_s or 0.0
-        place = self.admission.place_of(
-            now_s,
-            ended,
-            state,
-            gap_s,
-            self.turns.waiting_since_s,
-            self.turns.late_share(self.config.first_token_limit_s),
-        )
+        place = self.admission.place_of(now_s, ended, state, gap_s, self.turns)
         if not place.is_kept:
             retention = replace(retention, ttl_s=0.0, reason="yields")
         events = self._unpin(now_s, program.id, PinEnd.SUPERSEDED)
-        self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, place)
+        self.programs.finish_turn(now_s, program, ended, prompt, place)
         events.append(self._finished(now_s, turn, end, tool, retention, place))
         if (pin := self.pins.take(now_s, ended, retention, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin.program, pin))

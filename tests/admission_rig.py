@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
@@ -63,13 +64,15 @@ class AdmissionRig:
         """Whether the turn may run at once. `turns`: of a program that ran elsewhere."""
         program = self._arrived(now_s, name, one_turn=False, tenant=tenant)
         program.turns = max(program.turns, turns)
-        self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt or turns > 0)
+        prompt = SimpleNamespace(num_prompt_tokens=prompt_tokens, block_hashes=hashes)
+        self.admission.on_arrival(now_s, program, prompt, priority, exempt or turns > 0)
         return program.stage is Stage.ACTIVE
 
     def add_request(self, name: ProgramId, prompt_tokens: int, now_s: float = 0.0, runs: bool = True) -> None:
         """A request without a program. It runs, or is in vLLM's queue."""
         program = self._arrived(now_s, name, one_turn=True)
-        self.admission.on_arrival(now_s, program, prompt_tokens, exempt=True)
+        prompt = SimpleNamespace(num_prompt_tokens=prompt_tokens, block_hashes=())
+        self.admission.on_arrival(now_s, program, prompt, exempt=True)
         if runs:
             self.programs.running_singles[name] = program
 
@@ -108,8 +111,9 @@ class AdmissionRig:
             line_reload_s=reload_s,
         )
         state = a_state(self.admission.config, expected_s=expected_s)
-        place = self.admission.place_of(now_s, ended, state, gap_s, waiting, late_share)
-        programs.finish_turn(now_s, program, ended, (), place)
+        turns = SimpleNamespace(waiting_since_s=waiting, late_share=lambda _: late_share)
+        place = self.admission.place_of(now_s, ended, state, gap_s, turns)
+        programs.finish_turn(now_s, program, ended, SimpleNamespace(block_hashes=()), place)
 
     def remove_program(self, name: ProgramId, finished_turns: int = 0) -> None:
         """The program ends after `finished_turns`, or its turn is aborted (0)."""

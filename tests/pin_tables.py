@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 from continuum_lmcache.programs.program import Program
 from continuum_lmcache.programs.shared_prefixes import NO_HEAD
@@ -35,9 +36,8 @@ class Tables:
         self, now_s: float, turn: FinishedTurn, keep: Retention, shared_blocks: int = 0
     ) -> Pin | None:
         """`shared_blocks`: the first blocks of all programs that have some."""
-        self.programs.finish_turn(
-            now_s, self.programs.records[turn.program], turn, (), Place(True, "test", 1e9)
-        )
+        program, prompt = self.programs.records[turn.program], SimpleNamespace(block_hashes=())
+        self.programs.finish_turn(now_s, program, turn, prompt, Place(True, "test", 1e9))
         shared = min(shared_blocks, turn.blocks)
         own = range(self._next_block, self._next_block + turn.blocks - shared)
         self._next_block = own.stop

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ def lost(last: list[int], prompt: list[int], found: int | None = None) -> list[L
     """The losses of one return. `found`: tokens in the cache; None: all that both have in common."""
     kept = kept_hashes(no_hashes(), hashes(last))
     found = same_blocks(kept, hashes(prompt)) * BLOCK if found is None else found
-    sizes = (BLOCK, len(last), len(prompt), found)
-    losses = losses_of(kept, hashes(prompt), *sizes)
+    hashed = SimpleNamespace(num_prompt_tokens=len(prompt), block_hashes=hashes(prompt))
+    losses = losses_of(kept, hashed, BLOCK, len(last), found)
     return [(loss.cause.value, loss.at_token, loss.tokens, loss.third) for loss in losses]
 
 
@@ -103,7 +104,8 @@ def test_a_return_looks_at_few_of_its_blocks() -> None:
 
     blocks = [block.to_bytes(32, "big") for block in range(6250)]  # 100,000 tokens
     kept = kept_hashes(no_hashes(), blocks)
-    list(losses_of(kept, Counted(blocks), BLOCK, 100_000, 100_000, 0))
+    hashed = SimpleNamespace(num_prompt_tokens=100_000, block_hashes=Counted(blocks))
+    list(losses_of(kept, hashed, BLOCK, 100_000, 0))
     assert looked_at <= 14
 
 
@@ -111,9 +113,8 @@ def turn(programs: ProgramTable, name: str, blocks: Sequence[int]) -> None:
     """One turn of a program."""
     program = programs.add(0.0, ProgramId(name), "", 0.0, one_turn=False)
     programs.add_turn(0.0, TurnId(f"{name}'s turn"), program)
-    programs.finish_turn(
-        0.0, program, FinishedTurn(program.id, 1, (), 0, 0, NOWHERE), blocks, Place(True, "", 9.0)
-    )
+    finished, prompt = FinishedTurn(program.id, 1, (), 0, 0, NOWHERE), SimpleNamespace(block_hashes=blocks)
+    programs.finish_turn(0.0, program, finished, prompt, Place(True, "", 9.0))
     programs.check()
 
 

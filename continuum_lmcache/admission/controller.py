@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -21,8 +21,10 @@ from continuum_lmcache.admission.served import Pace, served_in_time
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.policy.interface import EngineState, FirstInLine, Line, Places, Policy, Room
 from continuum_lmcache.programs.program import Program, Stage
+from continuum_lmcache.programs.prompt_linker import HashedPrompt
 from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
 from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.programs.turns import TurnTable
 from continuum_lmcache.types import FinishedTurn, Place, ProgramId, Start
 
 RATE_TURNS = 32  # the latest, whose ends give the rate of turns
@@ -69,33 +71,27 @@ class AdmissionController:
     """By tenant, whose turn it is first: a heap by priority and arrival, not empty."""
 
     def on_arrival(
-        self,
-        now_s: float,
-        program: Program,
-        prompt_tokens: int,
-        priority: int = 0,
-        hashes: Sequence[Hashable] = (),
-        exempt: bool = False,
+        self, now_s: float, program: Program, prompt: HashedPrompt, priority: int = 0, exempt: bool = False
     ) -> None:
         """A turn of the program is here: it may run, or waits in the line until `admit` starts the program.
 
         A program with a place does not wait, nor an `exempt` one. One whose turn left and comes again stands
-        where it stood. `hashes`: of its prompt's whole blocks.
+        where it stood.
         """
-        head, kept = self.shared_prefixes.head(hashes), program.kept_stage(now_s)
+        head, kept = self.shared_prefixes.head(prompt.block_hashes), program.kept_stage(now_s)
         if exempt or Stage.AWAY is program.stage or kept is Stage.ACTIVE:
-            self.programs.queue_turn(program, prompt_tokens, head)
+            self.programs.queue_turn(program, prompt.num_prompt_tokens, head)
             return
         if kept is not Stage.IN_LINE:
             if now_s - self._bound[0] >= BOUND_HOLDS_S:
                 self._bound = (now_s, self._line_s())
             program.line_since_s, program.starts_by_s = now_s, now_s + self._bound[1]
-        self.programs.line_up(program, prompt_tokens, priority, hashes)
+        self.programs.line_up(program, prompt, priority)
         self.came.append(program)
         place = (priority, program.line_since_s, program.id)
         heapq.heappush(self._lines.setdefault(program.tenant, []), place)
         if not program.turns:
-            self.programs.growth.add_first_prompt(max(0, prompt_tokens - head.tokens))
+            self.programs.growth.add_first_prompt(max(0, prompt.num_prompt_tokens - head.tokens))
 
     def on_prefix_hit(self, program: Program, hashes: Sequence[Hashable], tokens: int) -> None:
         """The program's first turn found `tokens` of its prompt in the cache: another program's head."""
@@ -175,31 +171,22 @@ class AdmissionController:
         return self.programs.context_tokens <= self.capacity.tier_tokens
 
     def place_of(
-        self,
-        now_s: float,
-        turn: FinishedTurn,
-        state: EngineState,
-        gap_s: float,
-        waiting_since_s: Collection[float],
-        late_share: float,
+        self, now_s: float, turn: FinishedTurn, state: EngineState, gap_s: float, turns: TurnTable
     ) -> Place:
         """Whether a program whose turn ended in a tool call keeps its place: for ever if nobody decides.
-
-        `gap_s`: the tool's mean gap. `waiting_since_s`: when each of the turns came that wait, in the line or
-        in the queue. `late_share`: of the latest first tokens.
-        """
+        `gap_s`: the tool's mean gap."""
         if self.policy.gives_up_place is None:
             return UNASKED._replace(expected_s=state.expected_s)
         refill_s = turn.line_reload_s * self.capacity.gpu_tokens / max(1, turn.context_tokens)
         self._calls.append(EndedInCall(now_s, gap_s, refill_s))
-        calls = len(self._calls)
+        calls, waiting_since_s = len(self._calls), turns.waiting_since_s
         places = Places(
             self.config,
             self.programs.started,
             self.capacity.has_tier,
             len(waiting_since_s),
             now_s - min(waiting_since_s, default=now_s),
-            late_share,
+            turns.late_share(self.config.first_token_limit_s),
             mean_time_s(self._turn_ends_s),
             sum(c.gap_s for c in self._calls) / calls,
             sum(c.refill_s for c in self._calls) / calls,

@@ -15,6 +15,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from continuum_lmcache.programs.prompt_linker import HashedPrompt
+
 SLACK_BLOCKS = 2  # a partial block at either end is not lost
 THIRDS = ("first", "middle", "last")
 
@@ -42,26 +44,21 @@ class PrefixLoss:
 
 
 def losses_of(
-    last: Sequence[int],
-    prompt: Sequence[Hashable],
-    block_tokens: int,
-    context_tokens: int,
-    prompt_tokens: int,
-    found_tokens: int,
+    last: Sequence[int], prompt: HashedPrompt, block_tokens: int, context_tokens: int, found_tokens: int
 ) -> Iterator[PrefixLoss]:
     """What a prompt lost of its program's last turn; nothing if no hashes of that are kept.
 
-    `last`: the turn's hashes (`kept_hashes`), `prompt`: vLLM's of the prompt; each covers `block_tokens`.
+    `last`: the turn's hashes (`kept_hashes`); each covers `block_tokens`, as the prompt's do.
     `context_tokens`: the turn's prompt and output. `found_tokens`: of the prompt, on the GPU or loaded.
     """
-    blocks, slack_tokens = same_blocks(last, prompt), SLACK_BLOCKS * block_tokens
+    blocks, slack_tokens = same_blocks(last, prompt.block_hashes), SLACK_BLOCKS * block_tokens
     same_tokens = blocks * block_tokens
     if same_tokens - found_tokens > slack_tokens:
         yield PrefixLoss(LossCause.EVICTED, found_tokens, same_tokens - found_tokens, context_tokens)
     if found_tokens - same_tokens > slack_tokens:  # it continues an older turn, as after a title's request
         return
-    changed_tokens = min(context_tokens, prompt_tokens) - same_tokens
-    if blocks < min(len(last), len(prompt)) and changed_tokens > slack_tokens:
+    changed_tokens = min(context_tokens, prompt.num_prompt_tokens) - same_tokens
+    if blocks < min(len(last), len(prompt.block_hashes)) and changed_tokens > slack_tokens:
         yield PrefixLoss(LossCause.CHANGED, same_tokens, changed_tokens, context_tokens)
 
 

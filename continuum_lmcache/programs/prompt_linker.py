@@ -91,9 +91,6 @@ class ProgramLink:
     tokens: int  # of the prompt that count as that turn's
     turn: LinkableTurn
 
-    def is_repeat(self, prompt_tokens: int) -> bool:
-        return self.turn.prompt_tokens == prompt_tokens
-
 
 class PromptLinker:
     """Finished turns by hash; the oldest are dropped."""

@@ -12,13 +12,14 @@ import heapq
 import math
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.divergence import kept_hashes, no_hashes
 from continuum_lmcache.programs.program import NOT_COUNTED, Counted, Left, Program, Stage
+from continuum_lmcache.programs.prompt_linker import HashedPrompt
 from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefixesInUse
 from continuum_lmcache.types import FinishedTurn, Place, ProgramId, TurnId
 
@@ -99,24 +100,17 @@ class ProgramTable:
         program.head, program.left = head, None
         self.move(program, Stage.SINGLE if program.is_one_turn else Stage.ACTIVE)
 
-    def line_up(
-        self, program: Program, prompt_tokens: int, priority: int, hashes: Sequence[Hashable]
-    ) -> None:
-        program.priority, program.prompt_hashes, program.left = priority, hashes, None
+    def line_up(self, program: Program, prompt: HashedPrompt, priority: int) -> None:
+        program.priority, program.prompt_hashes, program.left = priority, prompt.block_hashes, None
         program.held_for = ""
-        program.context_tokens = prompt_tokens
+        program.context_tokens = prompt.num_prompt_tokens
         self.move(program, Stage.IN_LINE)
 
     def finish_turn(
-        self,
-        now_s: float,
-        program: Program,
-        turn: FinishedTurn,
-        hashes: Sequence[Hashable],
-        place: Place,
+        self, now_s: float, program: Program, turn: FinishedTurn, prompt: HashedPrompt, place: Place
     ) -> None:
         """The turn ended in a tool call, from which the program is expected back within `place.expected_s`.
-        `hashes`: of the turn's whole blocks."""
+        `prompt` has its output."""
         self._end_turn(now_s, program)
         program.turns += 1
         program.tool, program.finished_s, program.residency = turn.tool, now_s, turn.residency
@@ -130,7 +124,7 @@ class ProgramTable:
         if len(self._away) > 64 and len(self._away) > 2 * away:  # most are back
             self._away = [entry for entry in self._away if self._is_away(*entry)]
             heapq.heapify(self._away)
-        self._keep_hashes(program, kept_hashes(program.hashes, hashes))
+        self._keep_hashes(program, kept_hashes(program.hashes, prompt.block_hashes))
 
     def remove_turn(self, now_s: float, program: Program, keeps_standing: bool = True) -> None:
         """The turn failed or was aborted; the program may continue, and keeps its standing for a while."""

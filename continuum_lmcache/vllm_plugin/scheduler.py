@@ -84,8 +84,9 @@ class ContinuumMixin(Scheduler):
         self._running_changed = False
         self._reading_calls = set(config.reading_calls.replace(",", " ").split())
         self._report_due = False  # an idle engine's gauges are out of date
-        self._reclaimer = PinReclaimer(self, parts, events, lambda: self.clock(), config.pin_reclaim_after_s)
-        PinnedHits(self.kv_cache_manager, self._turns, self._pins)
+        self._reclaimer = PinReclaimer(self, parts, events, lambda: self.clock())
+        if self._blocks.keeps_all:
+            PinnedHits(self.kv_cache_manager, self._turns, self._pins)
         self._queues = {
             n: ProgramQueue(events.queue_key, self._reclaimer.on_waiting_peeked)
             for n, q in vars(self).items()

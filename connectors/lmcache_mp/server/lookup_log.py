@@ -33,20 +33,14 @@ class LookupLog:
     `needs_l2` tells of the keys of a lookup whether L2 may have one that L1 lacks.
     """
 
-    def __init__(
-        self,
-        log: Any,
-        storage: Any,
-        event_bus: Any,
-        chunk_tokens: int,
-        needs_l2: Callable[[Iterable[ObjectKey]], bool],
-    ) -> None:
+    def __init__(self, log: Any, context: Any, needs_l2: Callable[[Iterable[ObjectKey]], bool]) -> None:
         self._log, self._needs_l2 = log, needs_l2
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens: int = context.chunk_size
         self._done: deque[LookupResult] = deque(maxlen=MAX_LOOKUPS)
         self._tasks: BoundedDict[str, int] = BoundedDict(MAX_LOOKUPS)  # request -> the id of its prefetch
         # that id -> start, end
         self._reads: BoundedDict[int, tuple[float, float]] = BoundedDict(MAX_LOOKUPS)
+        storage, event_bus = context.storage_manager, context.event_bus
         self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
         event_bus.subscribe(EventType.L2_PREFETCH_LOOKUP_SUBMITTED, self.on_read_start)
         event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.on_read_end)

@@ -198,7 +198,7 @@ class MpTierModule:
         storage.register_l2_listener(self._log)
         self._build, storage._build_l2_adapter = storage._build_l2_adapter, self.build_l2_adapter
         refuse_late_transfers(context)
-        self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size, self._needs_l2)
+        self._lookups = LookupLog(self._log, context, self._needs_l2)
         status = storage.report_status()
         evictions = status["l1_eviction_controllers"].values()
         self._read_lease_s = float(min(l1["read_ttl_seconds"] for l1 in status["l1_managers"].values()))

@@ -20,7 +20,6 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from continuum_lmcache.programs.turns import TurnTable
@@ -31,7 +30,7 @@ HASH = attrgetter("_block_hash")
 
 
 class PinnedHits:
-    """Replaces methods of one manager and its pool, if its layers all keep all tokens."""
+    """Replaces methods of one manager and its pool, whose layers all keep all tokens."""
 
     def __init__(self, manager: KVCacheManager, turns: TurnTable, pins: PinTable) -> None:
         self._turns, self._pins, coordinator = turns, pins, manager.coordinator
@@ -40,8 +39,6 @@ class PinnedHits:
         self._latest: tuple[Sequence[int], Sequence[KVCacheBlock]] = ((), ())
         """The block ids of the pin that was looked up last, since a turn without room is looked up each step,
         and the first of its blocks, up to one that a failed load has left without KV."""
-        if [type(kind) for kind in coordinator.single_type_managers] != [FullAttentionManager]:
-            return
         self._block_tokens = coordinator.single_type_managers[0].block_size
         self._get, self._find = manager.get_computed_blocks, coordinator.find_longest_cache_hit
         self._evict = pool.evict_blocks

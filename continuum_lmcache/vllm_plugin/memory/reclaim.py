@@ -43,15 +43,11 @@ class PinReclaimer:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        parts: EngineParts,
-        events: TurnEvents,
-        clock: Callable[[], float],
-        reclaim_after_s: float,
+        self, scheduler: Scheduler, parts: EngineParts, events: TurnEvents, clock: Callable[[], float]
     ) -> None:
-        self._scheduler, self._clock, self._reclaim_after_s = scheduler, clock, reclaim_after_s
-        engine, self._blocks, self._events = parts.engine, parts.blocks, events
+        self._scheduler, self._events, self._clock = scheduler, events, clock
+        engine, self._blocks = parts.engine, parts.blocks
+        self._reclaim_after_s = engine.config.pin_reclaim_after_s
         self._programs, self._turns, self._pins = engine.programs, engine.turns, engine.pins
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
