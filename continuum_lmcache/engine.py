@@ -125,13 +125,8 @@ class Engine:
             learned.rates, self.policy.to_load, lambda: (len(self.turns) - 1, self.kv_tokens)
         )
         self._hash_block_tokens = hash_block_tokens
-        self.admission = AdmissionController(
-            self.programs,
-            KVCapacity(self.kv_tokens, learned.cheap_tier_tokens()),
-            config,
-            self.policy,
-            SharedPrefixIndex(hash_block_tokens),
-        )
+        capacity, heads = self._capacity(), SharedPrefixIndex(hash_block_tokens)
+        self.admission = AdmissionController(self.programs, capacity, config, self.policy, heads)
         self.linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
         self._refresh_at_s = 0.0
 
@@ -351,8 +346,7 @@ class Engine:
             has_returned=tool in program.returned_from,
         )
         retention = self._retain(ended, state)
-        gap_s = state.gaps.most_specific(tool).mean_s or 0.0
-        place = self.admission.place_of(now_s, ended, state, gap_s, self.turns)
+        place = self.admission.place_of(now_s, ended, state, self.turns)
         if not place.is_kept:
             retention = replace(retention, ttl_s=0.0, reason="yields")
         events = self._unpin(now_s, program.id, PinEnd.SUPERSEDED)
@@ -517,9 +511,12 @@ class Engine:
         self._refresh_at_s = now_s + REFRESH_S
         self.kv_tokens = kv_tokens
         self.learned.survival.resize(tier_tokens)
-        self.admission.capacity = KVCapacity(kv_tokens, self.learned.cheap_tier_tokens())
+        self.admission.capacity = self._capacity()
         idle = self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned)
         return [self._drop(now_s, program) for program in idle]
+
+    def _capacity(self) -> KVCapacity:
+        return KVCapacity(self.kv_tokens, self.learned.cheap_tier_tokens())
 
     def release_pins(self, now_s: float, programs: Sequence[ProgramId], why: PinEnd) -> list[Event]:
         """End these programs' pins: their memory was needed, or the cache is reset."""

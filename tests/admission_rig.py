@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.types import FinishedTurn, ProgramId, Residency, TurnId
+from continuum_lmcache.types import FinishedTurn, ProgramId, Residency, ToolKey, TurnId
 
 
 def a_state(config: ContinuumConfig | None = None, **known: Any) -> EngineState:
@@ -35,6 +37,16 @@ def a_state(config: ContinuumConfig | None = None, **known: Any) -> EngineState:
         "pinned_blocks": 10,
     }
     return EngineState(**values | known)
+
+
+@dataclass
+class OneGap(ToolDurations):
+    """As if each tool's mean gap were known, and nothing else."""
+
+    gap_s: float = 0.0
+
+    def most_specific(self, tool: ToolKey) -> DurationDistribution:  # noqa: ARG002
+        return DurationDistribution("own", (self.gap_s,), (1.0,), 1)
 
 
 class AdmissionRig:
@@ -110,9 +122,9 @@ class AdmissionRig:
             place_s=now_s - program.placed_s,
             line_reload_s=reload_s,
         )
-        state = a_state(self.admission.config, expected_s=expected_s)
+        state = a_state(self.admission.config, expected_s=expected_s, gaps=OneGap(gap_s=gap_s))
         turns = SimpleNamespace(waiting_since_s=waiting, late_share=lambda _: late_share)
-        place = self.admission.place_of(now_s, ended, state, gap_s, turns)
+        place = self.admission.place_of(now_s, ended, state, turns)
         programs.finish_turn(now_s, program, ended, SimpleNamespace(block_hashes=()), place)
 
     def remove_program(self, name: ProgramId, finished_turns: int = 0) -> None:

@@ -129,7 +129,7 @@ def test_a_pinned_program_goes_before_an_older_one_without_a_pin(make: Make) -> 
     young = bench.send("young", prompt(60, 2), is_last_step=True)
     bench.run_until_idle()
     assert bench.order[-2:] == [young, old]
-    assert bench.engine.pins.refused == {"budget": 1}
+    assert bench.engine.pins.refused == {"budget": 1, "tenant": 0}
 
 
 def test_a_turn_that_loses_its_pin_while_it_waits_loses_its_place_too(make: Make) -> None:

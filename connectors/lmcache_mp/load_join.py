@@ -21,10 +21,7 @@ MAX_ENTRIES = 10_000  # beyond it the oldest is dropped: another engine's lookup
 
 @dataclass
 class MpReport(KVConnectorWorkerMetadata):
-    """What rank 0 loaded since its last report. The other ranks load their shares in the same time.
-
-    These are loads from L1 to the GPU, so all of them are DRAM's.
-    """
+    """What rank 0 loaded since its last report. The other ranks load their shares in the same time."""
 
     loads: list[KVTransfer]
 

@@ -170,13 +170,11 @@ class AdmissionController:
         """
         return self.programs.context_tokens <= self.capacity.tier_tokens
 
-    def place_of(
-        self, now_s: float, turn: FinishedTurn, state: EngineState, gap_s: float, turns: TurnTable
-    ) -> Place:
-        """Whether a program whose turn ended in a tool call keeps its place: for ever if nobody decides.
-        `gap_s`: the tool's mean gap."""
+    def place_of(self, now_s: float, turn: FinishedTurn, state: EngineState, turns: TurnTable) -> Place:
+        """Whether a program whose turn ended in a tool call keeps its place: for ever if nobody decides."""
         if self.policy.gives_up_place is None:
             return UNASKED._replace(expected_s=state.expected_s)
+        gap_s = state.gaps.most_specific(turn.tool).mean_s or 0.0
         refill_s = turn.line_reload_s * self.capacity.gpu_tokens / max(1, turn.context_tokens)
         self._calls.append(EndedInCall(now_s, gap_s, refill_s))
         calls, waiting_since_s = len(self._calls), turns.waiting_since_s

@@ -79,10 +79,7 @@ class Room(NamedTuple):
     last: Place  # the latest answer about a place
 
     def free_tokens(self, unnamed_tokens: int) -> float:
-        """The largest forecast that fits beside all that have started; below 0 where they are too many.
-
-        The active ones must fit the GPU, all started ones the GPU or a tier.
-        """
+        """The largest forecast that fits beside all that have started; below 0 where they are too many."""
         of_started = max(self.fits_tokens, self.tier_tokens) - self.started_tokens
         return min(of_started, self.fits_tokens - self.active_tokens) - self.head_tokens - unnamed_tokens
 

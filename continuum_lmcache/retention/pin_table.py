@@ -64,7 +64,7 @@ class PinTable:
     pinned: dict[ProgramId, Pin] = field(default_factory=dict)
     outcomes: Counter[PinEnd] = field(default_factory=Counter)
     taken: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=lambda: Counter(budget=0, tenant=0))
     _blocks: PinnedBlocks = field(default_factory=PinnedBlocks)
     _by_tenant: dict[str, PinnedBlocks] = field(default_factory=dict)
     _deadlines: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, stale entries skipped

@@ -10,7 +10,6 @@ from continuum_lmcache.vllm_plugin.assembly import EngineParts
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS, MetricsPayload
 
 Totals = dict[str, dict[str, float]]  # by metric (prometheus.py), then by its label
-REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
 class MetricsDelta:
@@ -40,7 +39,7 @@ def totals_of(parts: EngineParts) -> Totals:
     rates, costs, in_time = learned.rates, learned.rates.costs, engine.admission.programs_in_time
     return {
         "pins": {"taken": pins.taken, **{outcome.value: pins.outcomes[outcome] for outcome in PinEnd}},
-        "pins_refused": REFUSALS | pins.refused,
+        "pins_refused": dict(pins.refused),
         "ttl_decisions": dict(samples.decisions),
         "place_decisions": dict(samples.places),
         "ignored_fields": dict(parts.ignored),

@@ -66,10 +66,7 @@ class WatchedEngine(AsyncLLM):
 
 
 async def started(words: list[str], watch: Watch) -> tuple[WatchedEngine, FastAPI]:
-    """The engine and the app of `vllm serve WORDS`.
-
-    Raises ConfigError on an unchecked vLLM, and otherwise the errors of vLLM.
-    """
+    """The engine and the app of `vllm serve WORDS`. Raises ConfigError on an unchecked vLLM."""
     refuse_unchecked(version("vllm"))
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app

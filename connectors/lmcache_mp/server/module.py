@@ -215,10 +215,7 @@ class MpTierModule:
 
     @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
     def changes(self, payload: bytes) -> bytes:
-        """The ChangesReply to a ChangesRequest, both as MessagePack.
-
-        Raises msgspec.ValidationError, which LMCache passes on.
-        """
+        """The ChangesReply to a ChangesRequest, both as MessagePack. Raises msgspec.ValidationError."""
         request = msgspec.msgpack.decode(payload, type=ChangesRequest)
         owner, log = (request.model, request.world_size), self._log
         now_s = time.monotonic()
