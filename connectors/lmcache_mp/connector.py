@@ -98,12 +98,10 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._kv_bytes_per_token = kv_bytes_per_token(kv_cache_config)
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
         adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"
-        if role == KVConnectorRole.SCHEDULER:
-            _, block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-            self._start_polling(vllm_config.model_config.max_model_len, block_tokens)
-
-    def _start_polling(self, max_model_len: int, block_tokens: int) -> None:
-        adapter = self.scheduler_adapter
+        if role != KVConnectorRole.SCHEDULER:
+            return
+        max_model_len = vllm_config.model_config.max_model_len
+        _, block_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         (client,) = adapter.req_clients.values()
         request = ChangesRequest(adapter.model_name, adapter.world_size, scheduler=uuid.uuid4().hex)
         self._poller = TierPoller(caller(client), request, self._server_went_down)

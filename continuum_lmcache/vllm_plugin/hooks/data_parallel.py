@@ -14,10 +14,8 @@ Seam, checked on vLLM 0.30 to 0.33: DPLBAsyncMPClient.get_core_engine_for_reques
 .prompt_token_ids, .session_id, .data_parallel_rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.programs.identity import hidden, namespace_of, program_id
@@ -38,7 +36,7 @@ class Home:
     request_id: str = ""  # the latest turn's
 
     @classmethod
-    def of(cls, request: Any) -> Home:
+    def of(cls, request: Any) -> Self:
         prompt_tokens = len(request.prompt_token_ids or ())
         repeated = slice(*(max(0, prompt_tokens - before) for before in REPEATED))
         return cls(repeated, tokens_at(request, repeated))

@@ -10,10 +10,8 @@ MARK = "_continuum_hook"
 
 
 def hook(owner: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put the function in place of the owner's function of that name, unless that is ours already.
-
-    It gets our mark. A later functools.wraps by another plugin copies the mark.
-    """
+    """Put the function in place of the owner's function of that name, unless that is ours already: it has our
+    mark, which a later functools.wraps by another plugin copies."""
 
     def replace(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
