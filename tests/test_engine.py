@@ -23,6 +23,7 @@ from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.learned import Learned
 from continuum_lmcache.telemetry import events as event_types
+from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import NO_CALL, Pin, ProgramId, Residency, Retention, Tier, TurnId
 
 BLOCK = 16
@@ -52,7 +53,8 @@ class Rig:
     """An engine whose decisions are carried out on counts of references."""
 
     def __init__(self, blocks: int = 100, **config: Any) -> None:
-        self.engine = Engine(ContinuumConfig(**config), Learned(), blocks, BLOCK, BLOCK)
+        learned = Learned(UNMEASURED, ToolDurations(), {})
+        self.engine = Engine(ContinuumConfig(**config), learned, blocks, BLOCK, BLOCK)
         self.now_s = 100.0
         self.references: Counter[int] = Counter()  # of pins, by block
         self.started: list[ProgramId] = []

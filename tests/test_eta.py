@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.programs.context_growth import WINDOW, ContextGrowth
+from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.retention.learned import QUEUE_WINDOW, Learned
+from continuum_lmcache.tools.durations import ToolDurations
 
 
 def after(*turn_counts):
@@ -22,7 +24,7 @@ def by_numpy(turn_counts):
 
 
 def test_t_is_the_mean_of_the_latest_delays_and_0_before_the_first():
-    learned = Learned()
+    learned = Learned(UNMEASURED, ToolDurations(), {})
     assert learned.queue_delay_s == 0.0
     for delay_s in (2.0, 4.0):
         learned.observe_queue_delay(delay_s)

@@ -32,7 +32,7 @@ NOWHERE = Residency(0, 0, 0, CONTEXT)
 
 def knowing(capacity_tokens: int) -> Learned:
     """Its tools: 0.05 to 1 s, evenly."""
-    made = Learned(COSTS, capacity_tokens={Tier.DRAM: capacity_tokens})
+    made = Learned(COSTS, ToolDurations(), {Tier.DRAM: capacity_tokens})
     for i in range(120):
         made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
     return made
@@ -95,7 +95,8 @@ def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_ceiling_holds_whatever_the_policy_says() -> None:
-    assert retained(Learned(), IN_DRAM, policy="static-ttl", static_ttl_s=50, max_ttl_s=7).ttl_s == 7
+    made = Learned(COSTS, ToolDurations(), {})
+    assert retained(made, IN_DRAM, policy="static-ttl", static_ttl_s=50, max_ttl_s=7).ttl_s == 7
 
 
 @pytest.mark.parametrize(("disk_s", "is_room"), [(1.5, True), (2.5, False)])
@@ -103,7 +104,7 @@ def test_a_tier_counts_as_room_if_it_is_faster_than_computing(disk_s: float, is_
     tokens = 20_000  # computed in 2 s
     disk = TransferRate(tokens * KV_BYTES / disk_s, 0.0, samples=9)
     tiers = {Tier.DRAM: tokens // 2, Tier.SSD: tokens}
-    made = Learned(replace(COSTS, ssd=disk), capacity_tokens=tiers)
+    made = Learned(replace(COSTS, ssd=disk), ToolDurations(), tiers)
     assert made.cheap_tier_tokens() == (tokens if is_room else tokens // 2), "the largest of these"
 
 
@@ -120,7 +121,7 @@ def loads(made: Learned, took_s: float, count: int = 50) -> int:
 def test_what_counts_as_room_follows_the_rates_of_loads_and_does_not_flutter() -> None:
     """Computing takes 2 s. The disk holds 50 times as much as DRAM."""
     tiers = {Tier.DRAM: 100_000, Tier.SSD: 5_000_000}
-    made = Learned(COSTS, capacity_tokens=tiers)
+    made = Learned(COSTS, ToolDurations(), tiers)
     assert made.cheap_tier_tokens() == 5_000_000
     assert loads(made, took_s=13.0) == 100_000, "the profile said 0.6 s"
     assert loads(made, took_s=2.2) == 100_000
@@ -197,7 +198,7 @@ def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(
 ) -> None:
     if not evicts:
         monkeypatch.setitem(POLICIES, "continuum", without("continuum", "evict_ended_programs"))
-    made = Learned(COSTS)
+    made = Learned(COSTS, ToolDurations(), {})
     for i in range(120):
         made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
     answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)

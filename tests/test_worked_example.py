@@ -12,7 +12,9 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import Engine
 from continuum_lmcache.policy.interface import Line, Places
 from continuum_lmcache.policy.named import policy_named
+from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.retention.learned import Learned
+from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import FinishedTurn, Place, ProgramId, Residency
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-policy.md"
@@ -28,7 +30,8 @@ def my_policies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("my_policies")
 def test_twice_mean_pins_for_twice_what_the_tool_takes() -> None:
-    tool, where, learned = ("pytest", "bash"), Residency(0, 0, 0, 100), Learned()
+    tool, where = ("pytest", "bash"), Residency(0, 0, 0, 100)
+    learned = Learned(UNMEASURED, ToolDurations(), {})
     turn = FinishedTurn(ProgramId("p"), 1, tool, 100, 10, where)
     retain = policy_named("my_policies:twice_mean").retain
     engine = Engine(ContinuumConfig(), learned, total_blocks=100, block_tokens=16, hash_block_tokens=16)
@@ -49,7 +52,8 @@ def test_minute_keeps_a_place_for_a_minute_while_others_wait(
 ) -> None:
     where, config = Residency(0, 0, 0, 100), ContinuumConfig(longest_wait_s=100.0)
     turn = FinishedTurn(ProgramId("p"), 1, ("bash",), 100, 10, where, place_s=place_s)
-    engine = Engine(config, Learned(), total_blocks=100, block_tokens=16, hash_block_tokens=16)
+    learned = Learned(UNMEASURED, ToolDurations(), {})
+    engine = Engine(config, learned, total_blocks=100, block_tokens=16, hash_block_tokens=16)
     places = Places(config, 2, False, waiting, 0.0, 0.0, 1.0, 1.0, 1.0, Place(True, "", 0.0))
     policy = policy_named("my_policies:minute")
     assert policy.gives_up_place is not None and policy.longest_wait_s is not None

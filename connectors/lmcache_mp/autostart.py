@@ -77,17 +77,19 @@ def locked(port: int) -> Iterator[None]:
     with file:
         if os.fstat(file.fileno()).st_uid != os.getuid():
             raise theirs
-        end_s = time.monotonic() + LOCK_S
+        end_s, told = time.monotonic() + LOCK_S, False
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            logger.info_once("Another engine starts LMCache's server on port %d; this one waits for it", port)
+            if not told:
+                logger.info("Another engine starts LMCache's server on port %d; this one waits for it", port)
             if time.monotonic() > end_s:
                 raise ServerError(
                     f"another process has held {path} for {LOCK_S:.0f} s, as if it started LMCache's server; "
                     "end it, or set lmcache.mp.port to another port"
                 )
+            told = True
             time.sleep(0.2)
         yield
 
