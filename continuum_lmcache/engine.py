@@ -421,9 +421,8 @@ class Engine:
     def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
         """A turn that ran or loaded gives its program's standing up if another has waited for too long: sent
         again and again it would go before that one for ever."""
-        waited_s = now_s - min(self.turns.waiting_since_s, default=now_s)
         has_not_begun = turn.started_s is None and not turn.found_tokens
-        keeps_standing = has_not_begun or waited_s < self.config.longest_wait_s
+        keeps_standing = has_not_begun or self.turns.longest_wait_s(now_s) < self.config.longest_wait_s
         self.programs.remove_turn(now_s, turn.program, keeps_standing)
         self.pins.turn_stopped_waiting(turn.program.id)
         return self._finished(now_s, turn, end)

@@ -123,7 +123,11 @@ class AdmissionRig:
             line_reload_s=reload_s,
         )
         state = a_state(self.admission.config, expected_s=expected_s, gaps=OneGap(gap_s=gap_s))
-        turns = SimpleNamespace(waiting_since_s=waiting, late_share=lambda _: late_share)
+        turns = SimpleNamespace(
+            waiting=len(waiting),
+            longest_wait_s=lambda now_s: now_s - min(waiting, default=now_s),
+            late_share=lambda _: late_share,
+        )
         place = self.admission.place_of(now_s, ended, state, turns)
         programs.finish_turn(now_s, program, ended, SimpleNamespace(block_hashes=()), place)
 

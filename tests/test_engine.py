@@ -332,7 +332,7 @@ class Machine(RuleBasedStateMachine):
             turn, is_end and turn.started_s is not None, block_ids=[*range(min(shared, blocks)), *own]
         )
         engine, program, now_s = self.rig.engine, turn.program, self.rig.now_s
-        oldest_s = min(engine.turns.waiting_since_s, default=now_s)
+        oldest_s = min((t.arrival_s for t in engine.turns.values() if t.started_s is None), default=now_s)
         longest_s = SLICE_RELOADS * program.reload_s * engine.programs.started
         had_turns = program.turns - program.turns_before_place >= SLICE_TURNS
         is_over = had_turns and now_s - program.placed_s >= longest_s

@@ -177,13 +177,13 @@ class AdmissionController:
         gap_s = state.gaps.most_specific(turn.tool).mean_s or 0.0
         refill_s = turn.line_reload_s * self.capacity.gpu_tokens / max(1, turn.context_tokens)
         self._calls.append(EndedInCall(now_s, gap_s, refill_s))
-        calls, waiting_since_s = len(self._calls), turns.waiting_since_s
+        calls = len(self._calls)
         places = Places(
             self.config,
             self.programs.started,
             self.capacity.has_tier,
-            len(waiting_since_s),
-            now_s - min(waiting_since_s, default=now_s),
+            turns.waiting,
+            turns.longest_wait_s(now_s),
             turns.late_share(self.config.first_token_limit_s),
             mean_time_s(self._turn_ends_s),
             sum(c.gap_s for c in self._calls) / calls,

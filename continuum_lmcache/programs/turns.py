@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence, Sized
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass
 
 from continuum_lmcache.programs.identity import ProgramFields
@@ -77,7 +77,9 @@ class TurnTable(dict[TurnId, Turn]):
         self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
         self.without_token: set[TurnId] = set()  # turns that ran and have not generated a token
         self._first_tokens_s = deque[float](maxlen=LATE_TURNS)  # of the latest turns, from their arrivals
-        self._not_run: dict[TurnId, float] = {}  # when each of the turns came that have not run yet
+        self._not_run: dict[
+            TurnId, float
+        ] = {}  # when those came that have not run, in order
 
     def __setitem__(self, turn_id: TurnId, turn: Turn) -> None:
         super().__setitem__(turn_id, turn)
@@ -116,5 +118,10 @@ class TurnTable(dict[TurnId, Turn]):
         return sum(s > limit_s > 0.0 for s in self._first_tokens_s) / max(1, len(self._first_tokens_s))
 
     @property
-    def waiting_since_s(self) -> Collection[float]:
-        return self._not_run.values()
+    def waiting(self) -> int:
+        """How many turns have not run yet."""
+        return len(self._not_run)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """Of these, so far."""
+        return now_s - next(iter(self._not_run.values()), now_s)
