@@ -1,6 +1,6 @@
 """Mixed traffic: questions of one turn, without a name, beside agents; the first tokens of each, simulated.
 
-    python -m experiments.mixed                         three contenders, two tiers, seeds 1 to 3
+    python -m experiments.mixed                         three contenders, two tiers, seeds 3 to 5
 
 As much agents' work arrives as an A100 can do, with KV for six contexts; the agents are drawn from what was
 fitted to Claude Code on SWE tasks. Questions arrive beside them, as many a second as --questions says, until
@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from experiments.offload_sweep import seeds_of
 from experiments.sim.engine import simulate
 from experiments.sim.result import TurnResult
 from experiments.sim.workloads import SMALL_SHAPES
@@ -68,7 +69,7 @@ def run(point: Point, per_s: float) -> list[float]:
 def main(
     per_s: Annotated[float, typer.Option("--questions", min=1e-3, help="a second")] = 0.5,
     agents: Annotated[int, typer.Option(min=1, help="programs")] = 24,
-    seeds: Annotated[int, typer.Option(min=1, help="1 to so many")] = 3,
+    seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7")] = "3..5",
     tiers: Annotated[str, typer.Option(help=f"of {', '.join(TIERS)}")] = "none,DRAM",
     out: Annotated[Path, typer.Option(help="where the table goes")] = Path("results"),
 ) -> None:
@@ -80,9 +81,9 @@ def main(
     lines = [HEAD]
     for tier, name in product(named(tiers, TIERS, "--tiers"), CONTENDERS):
         point = replace(base, contender=name, dram_kv=TIERS[tier][0], ssd_kv=TIERS[tier][1])
-        found = [run(replace(point, seed=seed), per_s) for seed in range(1, seeds + 1)]
+        found = [run(replace(point, seed=seed), per_s) for seed in seeds_of(seeds)]
         lines.append([tier, name, *(f"{mean(values):.1f}" for values in zip(*found, strict=True))])
-    title = f"{agents} agents and {per_s:g} questions a second, seeds 1 to {seeds}; simulated"
+    title = f"{agents} agents and {per_s:g} questions a second, seeds {seeds}; simulated"
     publish(lines, title, [], out / "mixed")
 
 

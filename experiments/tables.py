@@ -175,6 +175,7 @@ def plain(rows: Sequence[Sequence[str]], title: str) -> Table:
 def publish(lines: Sequence[Sequence[str]], title: str, words: Sequence[str], path: Path) -> None:
     """Print the table with some lines of text, and write both at `path` as .md, the table as .csv too."""
     Console(width=WIDTH).print(plain(lines, title), *words, "", sep="\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text("\n".join([title, "", *words, "", markdown(lines), ""]))
     write_lines(lines, path.with_suffix(".csv"))
 

@@ -437,6 +437,12 @@ def test_while_prompts_take_little_time_and_no_turn_waits_for_memory_no_prompt_i
     assert bench.step() == 512
     bench.engine.turns.refused_memory.add(TurnId("waits"))
     assert bench.step() < 512
+    question = bench.send(None, prompt(100, 20), out=2)
+    while question not in bench.order:
+        bench.step()
+        assert bench.scheduler.max_num_scheduled_tokens == 512, "it waits behind uncut prompts"
+    bench.step()
+    assert bench.scheduler.max_num_scheduled_tokens < 512
 
 
 def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen_chunk(make: Make) -> None:

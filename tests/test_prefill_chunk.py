@@ -34,8 +34,11 @@ class Steps:
     def __init__(self, most_tokens: int, times: StepTimes) -> None:
         self.most_tokens, self.times = most_tokens, times
 
-    def budget_tokens(self, decoding: int, running: int, waiting: int, each: int = 1) -> int:
-        state = StepState(self.most_tokens, running, decoding, waiting, each, 1.0, False, self.times)
+    def budget_tokens(
+        self, decoding: int, running: int, waiting: int, each: int = 1, singles: int = 0
+    ) -> int:
+        turns = (running, decoding, waiting, singles, each)
+        state = StepState(self.most_tokens, *turns, 1.0, False, self.times)
         return chunk(state).tokens
 
 
@@ -140,6 +143,12 @@ def test_a_prompt_is_not_cut_where_more_turns_wait_for_its_end_than_decode_besid
     """Ten turns gain the time between two tokens, some 110 ms; each that waits loses 10 ms a step."""
     budgets = [tuner(measured()).budget_tokens(10, 10, waiting) for waiting in (0, 50, 95, 120, 400)]
     assert budgets == [pytest.approx(310, abs=2)] * 3 + [8192] * 2
+
+
+def test_no_prompt_is_cut_while_a_request_that_is_no_programs_turn_waits() -> None:
+    steps = tuner(measured())
+    assert steps.budget_tokens(10, 10, 3) < 400
+    assert steps.budget_tokens(10, 10, 3, singles=1) == 8192
 
 
 def test_a_prompt_is_not_cut_where_a_step_costs_as_much_as_all_its_tokens() -> None:

@@ -205,8 +205,8 @@ class AdmissionController:
         """
         growth, programs = self.programs.growth, self.programs
         first_tokens = growth.forecast_tokens(round(growth.first_tokens), 0)
-        is_queued = programs.in_stage[Stage.SINGLE] > len(programs.running_singles)
-        fits_now = not (self.is_waited_for or is_queued) and first_tokens <= self.headroom_tokens
+        somebody_waits = self.is_waited_for or programs.waiting_singles
+        fits_now = not somebody_waits and first_tokens <= self.headroom_tokens
         return 0.0 if fits_now else self._line_s()
 
     def _line_s(self) -> float:

@@ -241,10 +241,14 @@ def chunk(step: StepState) -> Chunk:
     With a share below their arrival rate, prompts would wait instead of decodes. So the share is computed for
     all running turns. A chunk takes no less time than F, so a prompt takes at most twice its time. All times
     are measured in the running server. While prompts take little of the time and no turn waits for memory,
-    the budget is vLLM's own: then first tokens matter more. Figures: experiments/records/LOG.md.
+    the budget is vLLM's own: then first tokens matter more. So do they to a request that is no program's
+    turn: its user waits for it alone, and behind a prompt in small chunks it would wait for many steps.
+    Figures: experiments/records/LOG.md.
     """
     if step.prompt_share < BUSY_SHARE and not step.is_memory_short:
         return Chunk(step.most_tokens, "few-prompts")
+    if step.waiting_singles:
+        return Chunk(step.most_tokens, "single-waits")
     times, decodes = step.times, step.decoding * step.each
     if not times.prompts_are_known:
         return Chunk(min(step.most_tokens, decodes + PROMPT_TOKENS), "unmeasured")

@@ -103,6 +103,7 @@ class StepState(NamedTuple):
     running: int
     decoding: int  # of these
     waiting: int
+    waiting_singles: int  # of these, requests that are no program's turn
     each: int  # tokens of a decode: one, and its drafts
     prompt_share: float  # of the latest steps' time, 0 to 1
     is_memory_short: bool

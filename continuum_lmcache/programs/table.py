@@ -197,6 +197,11 @@ class ProgramTable:
     def away(self) -> list[Program]:
         return [self.records[name] for until_s, name in self._away if self._is_away(until_s, name)]
 
+    @property
+    def waiting_singles(self) -> int:
+        """How many requests that are no program's turn wait."""
+        return self.in_stage[Stage.SINGLE] - len(self.running_singles)
+
     def check(self) -> None:
         """Raise InvariantError unless each record is consistent and the sums are those of the records."""
         programs = self.records.values()

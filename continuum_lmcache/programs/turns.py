@@ -77,9 +77,7 @@ class TurnTable(dict[TurnId, Turn]):
         self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
         self.without_token: set[TurnId] = set()  # turns that ran and have not generated a token
         self._first_tokens_s = deque[float](maxlen=LATE_TURNS)  # of the latest turns, from their arrivals
-        self._not_run: dict[
-            TurnId, float
-        ] = {}  # when those came that have not run, in order
+        self._not_run: dict[TurnId, float] = {}  # when those came that have not run, in order
 
     def __setitem__(self, turn_id: TurnId, turn: Turn) -> None:
         super().__setitem__(turn_id, turn)

@@ -133,7 +133,7 @@ class ContinuumMixin(Scheduler):
         if self._may_cut:
             waiting = sum(map(len, self._queues.values())) - self.num_waiting_for_streaming_input
             each, is_short = 1 + self.num_spec_tokens, self._engine.is_memory_short
-            turns = (running, running - prompts, waiting, each)
+            turns = (running, running - prompts, waiting, self._engine.programs.waiting_singles, each)
             state = StepState(self._most_tokens, *turns, prompt_share, is_short, self._step_times)
             self.max_num_scheduled_tokens = min(self._most_tokens, self._chunk(state).tokens)
 

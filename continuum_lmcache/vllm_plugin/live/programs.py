@@ -114,7 +114,6 @@ class LivePrograms:
 
     def _memory(self) -> Row:
         engine, store = self._engine, self._residency.store
-        singles, running = engine.programs.in_stage[Stage.SINGLE], len(engine.programs.running_singles)
         return {
             "kv_tokens": engine.kv_tokens,
             "blocks": engine.total_blocks,
@@ -124,6 +123,6 @@ class LivePrograms:
             "tiers": self._residency.mode,
             "tiers_up": store.is_up,
             "longest_wait_s": engine.admission.longest_wait_s,
-            "unnamed_running": running,
-            "unnamed_waiting": singles - running,
+            "unnamed_running": len(engine.programs.running_singles),
+            "unnamed_waiting": engine.programs.waiting_singles,
         }
