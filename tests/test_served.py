@@ -41,6 +41,14 @@ def test_a_head_that_all_share_counts_once() -> None:
     assert served_in_time(ROOM._replace(head_tokens=2000), PACE, 30.0) == 1, "one is always served"
 
 
+def test_programs_that_share_all_of_their_contexts_are_served_too() -> None:
+    """A load test's one prompt, which is a head of whole blocks, with answers that are never sent back."""
+    rig = AdmissionRig(KVCapacity(1000), 180.0)
+    rig.on_arrival(0.0, ProgramId("a"), 0)  # of its own
+    rig.admission.admit(0.0, idle=True)
+    assert rig.programs.started_tokens == 0.0 and rig.admission.programs_in_time is not None
+
+
 def test_by_littles_law_more_may_wait_the_more_turns_end_and_the_later_first_tokens_may_come() -> None:
     pace = PACE._replace(turn_s=2.0)
     assert served_in_time(ROOM, pace, 30.0) == 10 + 30 / P90_WAITS / 2

@@ -134,7 +134,8 @@ class AdmissionController:
         if not started:
             return None
         away, yielded = programs.in_stage[Stage.AWAY], programs.in_stage[Stage.YIELDED]
-        pace = Pace(programs.started_tokens / started, away, yielded, mean_time_s(self._turn_ends_s))
+        forecast_tokens = max(1.0, programs.started_tokens / started)  # of heads alone and no growth it is 0
+        pace = Pace(forecast_tokens, away, yielded, mean_time_s(self._turn_ends_s))
         return served_in_time(self._room(False, 1.0), pace, self.config.first_token_limit_s)
 
     @property

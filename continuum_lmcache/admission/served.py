@@ -13,7 +13,7 @@ P90_WAITS = 3.0  # mean waits: the 90th percentile of first tokens at the limit 
 class Pace(NamedTuple):
     """The programs between two turns, and how fast turns end."""
 
-    forecast_tokens: float  # of a program with a place, at the mean
+    forecast_tokens: float  # of a program with a place, at the mean; above 0
     away: int  # programs in tool calls, with a place
     yielded: int  # and without one
     turn_s: float  # between the ends of the latest turns; 0 before the second
