@@ -16,6 +16,8 @@ from scipy.optimize import nnls
 from continuum_lmcache.errors import ProfileError
 from profiles.timing import rounded
 
+LEAST_R2 = 0.98
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -41,6 +43,8 @@ def fitted(names: Sequence[str], rows: Sequence[Sequence[float]], seconds: Seque
             f"{len(rows)} points cannot fix {', '.join(names)}: {len(names)} are needed; was there too "
             "little time (--budget-s), or is the KV cache too small?"
         )
+    if min(seconds) <= 0:
+        raise ProfileError("a timing of 0 s: the clock is too coarse for the smallest point")
     measured = np.asarray(seconds, dtype=float)
     table = np.asarray(rows, dtype=float)
     relative = table / measured[:, None]
@@ -109,3 +113,12 @@ def best(fit_at: Callable[[int], Fit], most_tokens: int) -> tuple[int, Fit]:
 
 FLOORS = (0, 32, 64, 128, 256, 512, 640, 768, 1024)
 STEP_TERMS = ("fixed_s", "per_sequence_s", "per_token_s", "per_pair_s", "per_cached_token_s")
+
+
+def refuse_poor(fit: Fit, what: str, force: bool) -> None:
+    """Raise ProfileError if the fit is no description of the timings, unless `force`."""
+    if fit.r2 < LEAST_R2 and not force:
+        raise ProfileError(
+            f"{what}: R2 is {fit.r2:.3f}, under {LEAST_R2}; is the machine busy? Measure again when it is "
+            "quiet, or keep the fit as it is with --force"
+        )

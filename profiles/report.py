@@ -9,10 +9,9 @@ from typing import Any
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CHUNK_TOKENS
 from profiles.engine_timing import KvShape
-from profiles.fit import Fit, fit_load, fit_prefill, fit_step
+from profiles.fit import Fit, fit_load, fit_prefill, fit_step, refuse_poor
 from profiles.timing import rounded
 
-LEAST_R2 = 0.98  # of the prefill's fit
 Timings = dict[Any, list[float]]  # seconds of each repetition
 
 
@@ -29,11 +28,7 @@ class Measured:
 def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
     """The profile, without author and date. Raises ProfileError where the timings make no sense."""
     prefill = fit_prefill(medians(measured.prefill))
-    if prefill.r2 < LEAST_R2 and not force:
-        raise ProfileError(
-            f"prefill: R2 is {prefill.r2:.3f}, under {LEAST_R2}; is the machine busy? Measure again when it "
-            "is quiet, or keep the fit as it is with --force"
-        )
+    refuse_poor(prefill, "prefill", force)
     if not measured.steps:
         raise ProfileError("no step was timed: was there too little time (--budget-s)?")
     longest = max(chunk for chunk, _, _ in measured.steps)
@@ -42,6 +37,7 @@ def profile_of(measured: Measured, force: bool = False) -> dict[str, Any]:
     profile: dict[str, Any] = {
         "prefill": section(prefill, measured.prefill),
         "kv_bytes_per_token": measured.shape.bytes_per_token,
+        "chunk_tokens": CHUNK_TOKENS,
         "step": section(step, measured.steps),
         "kv_tokens": measured.kv_tokens,
     }

@@ -267,7 +267,7 @@ def test_a_prompt_that_may_not_be_cut_runs_beside_decodes(
     steps = {0: 0.010, 128: 0.010, 256: 0.0125, 512: 0.0175, 2048: 0.048}
     profile = {"prefill": prefill, "dram": rate, "ssd": rate, "steps": steps}
     path = tmp_path / "profile.yaml"
-    path.write_text(yaml.safe_dump({**profile, "kv_bytes_per_token": 8}))
+    path.write_text(yaml.safe_dump({**profile, "kv_bytes_per_token": 8, "chunk_tokens": 16}))
     settings(policy="continuum", profile=path)
     bench = Bench(ContinuumScheduler, model, 4000, 8192, chunked=chunked)
     bench.turn("before", prompt(32, 50), out=4)

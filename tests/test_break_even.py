@@ -22,7 +22,7 @@ curves = st.builds(
     st.sampled_from([0.0, 1e-12, 1e-9, 1e-7]),
     st.just(1),
 )
-machines = st.builds(CostModel, curves, rates, rates, st.sampled_from([8192, 131_072]))
+machines = st.builds(CostModel, curves, rates, rates, st.sampled_from([8192, 131_072]), st.just(256))
 LOADS = pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
 
 

@@ -15,6 +15,7 @@ PROFILE = {
     "dram": {"bytes_per_s": 1000, "fixed_s": 0.5, "samples": 20},
     "ssd": {"bytes_per_s": 100, "fixed_s": 1.0, "samples": 10},
     "kv_bytes_per_token": 1,
+    "chunk_tokens": 256,
     "provenance": {"device": "made up"},
 }
 SLOW_GPU = CostModel(
@@ -22,6 +23,7 @@ SLOW_GPU = CostModel(
     dram=TransferRate(bytes_per_s=10.0, fixed_s=0.5, samples=1),
     ssd=TransferRate(bytes_per_s=2.0, fixed_s=1.0, samples=1),
     kv_bytes_per_token=1,
+    chunk_tokens=10,
 )
 
 
@@ -122,7 +124,7 @@ def test_costs_with_an_unmeasured_part_count_as_not_measured():
         ({"ssd": PROFILE["ssd"] | {"bytes_per_s": 0}}, "bytes_per_s is 0"),
         ({"dram": PROFILE["dram"] | {"fixed_s": -1}}, "h200.yaml, dram: fixed_s is -1"),
         ({"dram": PROFILE["dram"] | {"fixed_s": float("nan")}}, "fixed_s is nan"),
-        ({"kv_bytes_per_token": 0}, "kv_bytes_per_token is 0; it must be a finite number >= 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens is 0; it must be a finite number >= 1"),
         ({"kv_bytes_per_token": True}, "kv_bytes_per_token is True"),
     ],
 )

@@ -48,7 +48,7 @@ def engine(tiers: dict[str, Any] | None, profile: Path) -> Setup:
 
 def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
     """Measured on the A100, its disk at `ssd_gbps`."""
-    told = A100.policy_profile(ssd_gbps)
+    told = A100.policy_profile(256, ssd_gbps)
     costs = told | {s: {**told[s], "samples": samples} for s in ("prefill", "dram", "ssd")}
     path = folder / f"profile-{ssd_gbps:g}-{samples}.yaml"
     path.write_text(yaml.safe_dump(costs))

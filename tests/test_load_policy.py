@@ -26,6 +26,7 @@ COSTS = CostModel(  # a token: 1 ms to compute, 0.1 ms from DRAM, 0.2 ms more fr
     dram=TransferRate(bytes_per_s=10_000.0, fixed_s=0.0, samples=10),
     ssd=TransferRate(bytes_per_s=5_000.0, fixed_s=0.0, samples=10),
     kv_bytes_per_token=1,
+    chunk_tokens=10,
 )
 BOTH = Residency(gpu_tokens=100, dram_tokens=400, ssd_tokens=300, total_tokens=1000)
 ON_DISK = Residency(0, 0, 1000, 1000)

@@ -18,7 +18,7 @@ from continuum_lmcache.errors import ProfileError  # noqa: E402
 from continuum_lmcache.reload.cost_model import CostModel  # noqa: E402
 from profiles import disk_timing  # noqa: E402
 from profiles.engine_timing import KvShape  # noqa: E402
-from profiles.fit import fit_load, fit_prefill, fit_step  # noqa: E402
+from profiles.fit import fit_load, fit_prefill, fit_step, refuse_poor  # noqa: E402
 from profiles.report import Measured, points, profile_of  # noqa: E402
 from profiles.timing import Budget, in_turns, time_moves  # noqa: E402
 
@@ -120,10 +120,11 @@ def test_too_few_points_are_refused_with_what_to_do(points, says):
 
 def test_a_poor_fit_is_refused_unless_forced():
     draw = random.Random(0)
-    poor = replace(measured(), prefill={p: [draw.uniform(0.1, 1.0)] for p in GRID})
+    fit = fit_prefill({p: draw.uniform(0.1, 1.0) for p in GRID})
+    assert fit.r2 < 0.98
     with pytest.raises(ProfileError, match=r"prefill: R2 is .* under 0.98; .* --force"):
-        profile_of(poor)
-    assert profile_of(poor, force=True)["provenance"]["prefill_fit"]["r2"] < 0.98
+        refuse_poor(fit, "prefill", force=False)
+    refuse_poor(fit, "prefill", force=True)
 
 
 class Machine:

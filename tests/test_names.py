@@ -16,7 +16,7 @@ from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 NONE = TransferRate(bytes_per_s=1.0, fixed_s=0.0, samples=1)
 CURVE = PrefillCurve(fixed_s=0.0, per_token_s=1e-2, per_pair_s=0.0, samples=1)
-COSTS = CostModel(prefill=CURVE, dram=NONE, ssd=NONE, kv_bytes_per_token=1)
+COSTS = CostModel(prefill=CURVE, dram=NONE, ssd=NONE, kv_bytes_per_token=1, chunk_tokens=1)
 HEAD = prompt(32, 5)  # the same at every turn
 
 

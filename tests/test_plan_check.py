@@ -16,7 +16,9 @@ from continuum_lmcache.telemetry.findings import Severity
 from continuum_lmcache.types import Tier
 
 SHAPE = by_name("Llama-3.1-8B")
-COSTS = CostModel(PrefillCurve(0, 1e-4, 0, 9), TransferRate(25e9, 0, 9), TransferRate(5e9, 0, 9), 131_072)
+COSTS = CostModel(
+    PrefillCurve(0, 1e-4, 0, 9), TransferRate(25e9, 0, 9), TransferRate(5e9, 0, 9), 131_072, 256
+)
 SLOW = TransferRate(1e9, 0, 9)  # 131 us a token where computing takes 100
 PLAN = DeploymentPlan(
     SHAPE,

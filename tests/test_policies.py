@@ -22,6 +22,7 @@ A_SECOND_A_TOKEN = CostModel(
     dram=TransferRate(bytes_per_s=10.0, fixed_s=0.0, samples=1),
     ssd=TransferRate(bytes_per_s=1.0, fixed_s=0.0, samples=1),
     kv_bytes_per_token=1,
+    chunk_tokens=1,
 )
 SHORT = a_state(is_memory_short=True)  # so a second of pin costs one
 

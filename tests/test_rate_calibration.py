@@ -16,6 +16,7 @@ PROFILE = CostModel(
     dram=TransferRate(bytes_per_s=1e6, fixed_s=0.0, samples=20),
     ssd=TransferRate(bytes_per_s=1e5, fixed_s=0.1, samples=10),
     kv_bytes_per_token=1000,
+    chunk_tokens=1,
 )
 SIZE_BYTES = 1_000_000
 LOADS = st.builds(

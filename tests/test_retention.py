@@ -25,6 +25,7 @@ COSTS = CostModel(
     dram=TransferRate(25e9, 0.0, samples=9),  # 0.1 s
     ssd=TransferRate(5e9, 0.0, samples=9),
     kv_bytes_per_token=KV_BYTES,
+    chunk_tokens=256,
 )
 IN_DRAM = FinishedTurn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, CONTEXT, 0, CONTEXT))
 NOWHERE = Residency(0, 0, 0, CONTEXT)

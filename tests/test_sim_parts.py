@@ -78,8 +78,8 @@ def test_a_step_takes_what_was_reported_of_an_a100() -> None:
 
 
 def test_a_policy_gets_the_same_costs_as_the_machine_has() -> None:
-    costs = CostModel.from_mapping(A100.policy_profile(ssd_gbps=2.0))
-    assert costs.ssd.bytes_per_s == 2e9 and costs.dram == A100.costs.dram
+    costs = CostModel.from_mapping(A100.policy_profile(chunk_tokens=128, ssd_gbps=2.0))
+    assert costs.chunk_tokens == 128 and costs.ssd.bytes_per_s == 2e9 and costs.dram == A100.costs.dram
     chunks = [(2048, start) for start in range(0, 65_536, 2048)]
     assert costs.prefill_s(65_536) == pytest.approx(sum(A100.seconds([c]) for c in chunks), rel=0.01)
     assert not costs.measured and not any(machine.measured for machine in MACHINES.values())

@@ -22,6 +22,7 @@ PROFILE = {
     "dram": RATE,
     "ssd": RATE,
     "kv_bytes_per_token": 8,
+    "chunk_tokens": 16,
 }
 
 

@@ -22,6 +22,7 @@ COSTS = CostModel(
     dram=NO_TIER,
     ssd=NO_TIER,
     kv_bytes_per_token=1,
+    chunk_tokens=1,
 )
 LEARNED = {"Task": [10.0, 20.0, 30.0] * 40, "bash": [1.0] * 120}  # gaps in seconds, by tool
 EXPERIENCE = {"nothing was learned yet": {}, "such calls take 10 to 30 s": LEARNED}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import CHUNK_TOKENS, CostModel, PrefillCurve, TransferRate
 
 STEP_S = 0.004  # vLLM's own time per step, assumed; nearer to 0.0008 on one H200 (experiments/records/gpu.md)
 COPY_FIXED_S = 0.001  # assumed
@@ -90,6 +90,7 @@ def assumed_costs(
         TransferRate(card.link_bytes_per_s, COPY_FIXED_S, samples=0),
         TransferRate(DISK_BYTES_PER_S / ranks, DISK_FIXED_S, samples=0),
         kv_bytes_per_token,
+        CHUNK_TOKENS,
     )
 
 

@@ -74,6 +74,7 @@ class CostModel:
     dram: TransferRate  # host to device
     ssd: TransferRate  # disk to host
     kv_bytes_per_token: int
+    chunk_tokens: int  # LMCache's; a tail below it is in no tier
 
     @property
     def measured(self) -> bool:
@@ -119,10 +120,11 @@ class CostModel:
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_unknown_keys(profile, (*SECTIONS, "kv_bytes_per_token", *SIMULATOR_KEYS, *UNREAD_KEYS), where)
+        refuse_unknown_keys(profile, (*SECTIONS, *COUNTS, *SIMULATOR_KEYS, *UNREAD_KEYS), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
+            chunk_tokens=int(number(profile, "chunk_tokens", where, least=1)),
         )
 
     def load_cost(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
@@ -135,8 +137,9 @@ class CostModel:
 
 
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": TransferRate, "ssd": TransferRate}
+COUNTS = ("kv_bytes_per_token", "chunk_tokens")
 SIMULATOR_KEYS = ("step", "dram_store", "ssd_store", "kv_tokens")  # no TTL depends on them
-UNREAD_KEYS = ("chunk_tokens", "provenance", "steps")  # for people; steps are measured while serving
+UNREAD_KEYS = ("provenance", "steps")  # for people; steps' times are measured while serving
 
 
 def expected(chance: float, with_it_s: float, without_s: float) -> float:
@@ -175,6 +178,7 @@ UNMEASURED = CostModel(
     dram=TransferRate(bytes_per_s=25e9, fixed_s=0.001, samples=0),  # PCIe 4.0 x16
     ssd=TransferRate(bytes_per_s=3e9, fixed_s=0.005, samples=0),  # one NVMe drive
     kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
+    chunk_tokens=CHUNK_TOKENS,
 )
 """The assumed costs of a machine without a measured profile. Every `samples` is 0."""
 

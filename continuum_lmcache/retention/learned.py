@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import Residency, Tier
@@ -18,12 +18,17 @@ STAYS_ROOM = 1.25  # times the prefill: a tier that counts as room does until a 
 class Learned:
     """One engine's observations. No clock: times are arguments."""
 
-    def __init__(self, costs: CostModel, gaps: ToolDurations, capacity_tokens: Mapping[Tier, int]) -> None:
-        self.gaps = gaps
+    def __init__(
+        self,
+        costs: CostModel = UNMEASURED,
+        gaps: ToolDurations | None = None,
+        capacity_tokens: Mapping[Tier, int] | None = None,
+    ) -> None:
+        self.gaps = gaps if gaps is not None else ToolDurations()
         self._delays_s: deque[float] = deque(maxlen=QUEUE_WINDOW)
         self.queue_delay_s = 0.0  # T of eq. 2: the mean of these; 0 before the first (the paper's start)
         self.rates = CalibratedCosts(costs)
-        self.survival = TierSurvival(capacity_tokens)
+        self.survival = TierSurvival(capacity_tokens or {})
         self._room: frozenset[Tier] = frozenset()  # the tiers that count as room
 
     def observe_queue_delay(self, delay_s: float) -> None:

@@ -141,7 +141,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
         ssd_gbps = tiers.get("ssd_load_gbps") if setup.told_gbps is None else setup.told_gbps
-        data = setup.machine.policy_profile(ssd_gbps)
+        data = setup.machine.policy_profile(tiers.get("chunk_tokens", 256), ssd_gbps)
         profile = folder / "profile.yaml"
         profile.write_text(yaml.safe_dump(data))
         settings = {"policy": policies.setting(setup.policy), "profile": str(profile), **setup.continuum}

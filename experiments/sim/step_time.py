@@ -102,9 +102,9 @@ class Machine:
         """One step over `batch` (StepCurve.seconds)."""
         return self.step.seconds(batch)
 
-    def policy_profile(self, ssd_gbps: float | None) -> dict[str, Any]:
-        """The profile for a policy, with the disk of one setup."""
-        found = dict(self.profile)
+    def policy_profile(self, chunk_tokens: int, ssd_gbps: float | None) -> dict[str, Any]:
+        """The profile for a policy, with the chunk and the disk of one setup."""
+        found = {**self.profile, "chunk_tokens": chunk_tokens}
         if ssd_gbps is not None:
             found["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
         return found
