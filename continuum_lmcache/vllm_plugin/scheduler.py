@@ -65,7 +65,7 @@ class ContinuumMixin(Scheduler):
         config = load_settings(self.vllm_config)
         self._parts = parts = build_parts(self, config, self.clock())
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
-        self._turns, self._pins = self._engine.turns, self._engine.pins
+        self._turns, self._pins, self._programs = parts.engine.turns, parts.engine.pins, parts.engine.programs
         self._prompt_time = self._step_timer.prompt_time
         self._events = events = TurnEvents(parts)
         self._metrics_delta, self._files = MetricsDelta(parts), parts.files
@@ -133,7 +133,7 @@ class ContinuumMixin(Scheduler):
         if self._may_cut:
             waiting = sum(map(len, self._queues.values())) - self.num_waiting_for_streaming_input
             each, is_short = 1 + self.num_spec_tokens, self._engine.is_memory_short
-            turns = (running, running - prompts, waiting, self._engine.programs.waiting_singles, each)
+            turns = (running, running - prompts, waiting, self._programs.waiting_singles, each)
             state = StepState(self._most_tokens, *turns, prompt_share, is_short, self._step_times)
             self.max_num_scheduled_tokens = min(self._most_tokens, self._chunk(state).tokens)
 
