@@ -21,7 +21,7 @@ MAX_ENTRIES = 10_000  # beyond it the oldest is dropped: another engine's lookup
 
 @dataclass
 class MpReport(KVConnectorWorkerMetadata):
-    """What rank 0 loaded since its last report. The other ranks load their shares in the same time."""
+    """What rank 0 loaded from L1, so from DRAM, since its last report. The others take as long."""
 
     loads: list[KVTransfer]
 

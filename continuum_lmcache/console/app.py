@@ -110,7 +110,7 @@ def init(
         print(f"kept {folder / shipped.LMCACHE} as it is")
         return
     if disk and (why := shipped.why_unwritable(Path(disk))):
-        print(f"NOTE: {disk} cannot be written here ({why}), and a server would not start here")
+        print(f"NOTE: {disk} cannot be written here ({why}); name another folder, or serve where it can be")
     below = f", and {disk_gib:g} GiB in {disk}" if disk else "; --disk FOLDER adds a disk"
     print(f"KV that the GPU has no room for: {dram_gib:g} GiB of DRAM{below}")
     print(f"vllm serve MODEL --kv-transfer-config {folder / shipped.LMCACHE} --scheduling-policy continuum")

@@ -19,7 +19,8 @@ from continuum_lmcache.console.metrics_page import get
 from continuum_lmcache.errors import ServerError
 
 REFRESH_S = 1.0
-AWAY = IN_CALL, ANSWERED = "in a tool call", "has answered"
+ANSWERED = "has answered"
+AWAY = ("in a tool call", ANSWERED)
 STATES = {"running": "green", "waiting": "yellow", "in line": "bold yellow"} | dict.fromkeys(AWAY, "cyan")
 WITHOUT = "{url} has no {path}: it does not run continuum, or its HTTP server is in Rust"
 Rank = Mapping[str, Any]

@@ -121,5 +121,5 @@ class TurnTable(dict[TurnId, Turn]):
         return len(self._not_run)
 
     def longest_wait_s(self, now_s: float) -> float:
-        """Of these, so far."""
+        """For how long the oldest turn that has not run has waited; 0 if there is none."""
         return now_s - next(iter(self._not_run.values()), now_s)

@@ -15,9 +15,9 @@ from continuum_lmcache.types import Residency, Tier
 LEAST_GAIN = 0.1  # a lasting change is learned within 2 % (of its logarithm) after 40 loads
 PRIOR_LOADS = 5  # the initial weight of a measured rate: the first load moves it by 1/5 of its error
 GUESS_LOADS = 2  # the initial weight of an assumed one
-AGREEING, FAR_OFF = 3, math.log(2.0)  # consecutive loads, and a factor: a change, not noise
-MOST_DRIFT = math.log(1e6)  # a factor; no tier is further from its profile
-MOST_OFF = math.log(10.0)  # a factor; a load further off counts as one that is this far off
+AGREEING, FAR_OFF = 3, math.log(2.0)  # consecutive loads, and the log of a factor: a change
+MOST_DRIFT = math.log(1e6)  # of a factor; no tier is further from its profile
+MOST_OFF = math.log(10.0)  # of a factor; a load further off counts as one that is this far off
 LEAST_READ_SHARE = 0.1  # of a disk load's seconds, since the copy cannot have taken all of them
 KEPT_DECAY = 0.98  # each return: half of the weight is that of the latest 34
 

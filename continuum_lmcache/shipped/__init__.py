@@ -61,10 +61,9 @@ def write(folder: Path, config: dict[str, Any], operating: bool, force: bool) ->
     if there and not force:
         raise ConfigError(f"{folder / there[0]} is there already; --force replaces it")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        if name == LMCACHE:
-            (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            continue
+    if not keeps_config:
+        (folder / LMCACHE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in OPERATING if operating else ():
         source, target = FILES / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():

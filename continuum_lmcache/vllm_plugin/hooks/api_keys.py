@@ -1,8 +1,9 @@
 """Separates requests by their API keys: a hash of the key goes to the engine, the key does not.
 
-http_fields.py sets `owner` where keys are configured. What is learned of a key's tools goes into a file and
-is its after a restart, so the hash is the same then, and slow to compute: nobody who reads the file finds a
-key by trying many.
+http_fields.py sets `owner` where keys are configured. An ASGI request has a task of its own, so a context
+variable reaches its `to_sampling_params` (request_fields.py). What is learned of a key's tools goes into a
+file and is its after a restart, so the hash is the same then, and slow to compute: nobody who reads the file
+finds a key by trying many.
 """
 
 from __future__ import annotations
