@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from continuum_lmcache.serve.names import (
     middlewares,
     turn_name,
 )
+from continuum_lmcache.serve.settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -168,6 +170,15 @@ def test_the_example_and_the_application_agree_on_the_proxies_environment() -> N
     given = page["controller_options"]["runtime_env"]["env_vars"]
     assert given == ENVIRONMENT
     assert [each.cls for each in middlewares()] == [NameTurns]
+
+
+def test_the_example_names_every_key_of_the_application_with_its_default() -> None:
+    page = (ROOT / "docs" / "ray.yaml").read_text()
+    args = yaml.safe_load(page)["applications"][0]["args"]
+    defaults = re.findall(r"^ {6}# (\w+: \S+)", page, re.MULTILINE)
+    left_out = yaml.safe_load("\n".join(defaults))
+    assert args.keys() | left_out.keys() == {each.name for each in fields(ServeSettings)}
+    assert all(getattr(ServeSettings("m"), name) == value for name, value in left_out.items())
 
 
 def test_a_body_that_is_too_long_passes_unnamed_and_whole() -> None:
