@@ -48,8 +48,8 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
 
 def metrics_page() -> str:
     """docs/metrics.md."""
-    rows = [[f"`{name}`", kind, label and f"`{label}`", text] for name, kind, label, text in metric_rows()]
-    table = markdown([["metric", "type", "labels", ""], *rows], "---")
+    rows = [[f"`{name}{label and f'{{{label}}}'}`", kind, text] for name, kind, label, text in metric_rows()]
+    table = markdown([["metric", "type", ""], *rows], "---")
     return between(METRICS_PAGE.read_text(), METRICS_MARKS, table)
 
 

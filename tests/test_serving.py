@@ -311,7 +311,8 @@ def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_
     continuum.complete(ids(5 * BLOCK, 62), job_id="metrics")  # ours begin with the first step
     text = HTTP.get(f"{continuum.url}/metrics").text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
-    listed = re.findall(r"^\| `(continuum_(?!fleet_)\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
+    row = r"^\| `(continuum_(?!fleet_)\w+)(?:{\w+})?` \| (\w+) \|"
+    listed = re.findall(row, DOCS.read_text(), re.MULTILINE)
     assert len(listed) == 33
     assert {name: types.get(name) for name, _ in listed} == dict(listed)
     assert set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)) >= OF_VLLM

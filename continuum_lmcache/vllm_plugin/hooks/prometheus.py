@@ -42,7 +42,7 @@ def histogram(text: str, buckets_s: tuple[float, ...], label: str = "") -> Metri
 gauge = partial(Metric, Gauge, more={"multiprocess_mode": "mostrecent"})
 counter = partial(Metric, Counter)
 PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
-LONGEST = "How long a program that comes now waits for a place at most; 0: a usual one starts at once"
+LONGEST = "Longest wait for a place of a program that comes now; 0: a usual one starts at once"
 IN_TIME = "How many live programs would have nine of ten first tokens within first_token_limit_s"
 LOST = "Tokens of the last turn that returns compute again, at most, by cause and the third where that begins"
 DELAY = "Queueing delay of programs' turns, by whether the GPU had lost their context"
@@ -55,26 +55,24 @@ METRICS = {
     ),
     "ttl_decisions": counter("Finished turns by the reason of their TTL", "reason"),
     "place_decisions": counter("Programs started, held, and places kept or given up, by reason", "reason"),
-    "ignored_fields": counter("Requests with a field that was ignored, by field", "field"),
-    "new_weights": counter("Calls after which KV of before is not used again, by call", "call"),
+    "ignored_fields": counter("Requests with an ignored field, by field", "field"),
+    "new_weights": counter("Calls after which earlier KV is not used again, by call", "call"),
     "unnamed_prompts": counter("Prompts without a name, by whether they continue a turn", "outcome"),
     "lost_tokens": counter(LOST, "cause"),
-    "load_decisions": counter(
-        "Turns for which a tier had KV, by what was decided when they got their blocks", "decision"
-    ),
+    "load_decisions": counter("Turns for which a tier had KV, by what was decided", "decision"),
     "pinned_blocks": gauge("GPU KV blocks held by pins"),
     "programs": gauge("Programs known to the scheduler"),
     "tier_store_up": gauge("1 while the store of the tiers answers, else 0; missing: there is no tier"),
     "tier_faults": counter("Chunks that a disk lost (damaged_chunk) or did not take (failed_store)", "fault"),
     "tier_store_info": gauge("Always 1; its label names the store of the tiers", "mode"),
-    "rate_samples": gauge("Number of measurements of a rate; 0: it is assumed", "rate"),
+    "rate_samples": gauge("Measurements of a rate; 0: it is assumed", "rate"),
     "tier_bytes_per_second": gauge("Rate at which a tier is read, as used in decisions", "tier"),
     "prefill_fixed_seconds": gauge("Prefill curve: the fixed part of a prefill"),
     "prefill_seconds_per_token": gauge("Prefill curve: seconds per new token"),
     "prefill_seconds_per_token_pair": gauge(PAIR),
     "tier_capacity_tokens": gauge("Tokens that a tier holds before it evicts", "tier"),
     "eviction_delay_seconds": gauge("T of eq. 2: mean queueing delay of turns whose KV was evicted"),
-    "policy_info": gauge("Always 1; its label is the policy in use", "policy"),
+    "policy_info": gauge("Always 1; its label is the policy", "policy"),
     "working_set_tokens": gauge("Sum of the contexts of all programs that are expected to continue"),
     "gpu_capacity_tokens": gauge("Capacity of the GPU's KV cache in tokens"),
     "programs_held": gauge("Programs that wait in admission's line for a place"),
