@@ -26,7 +26,7 @@ KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|
 class ContinuumConfig:
     """Settings of the scheduler. Times in seconds, shares in [0, 1]."""
 
-    policy: str = "continuum"  # or "continuum-published", "static-ttl", or module:name of one of your own
+    policy: str = "continuum"  # or "continuum-published", "static-ttl", module:name of your own
     static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
     max_ttl_s: float = 300.0  # no pin lasts longer, with any policy
     max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
@@ -36,15 +36,15 @@ class ContinuumConfig:
     pin_reclaim_after_s: float = 120.0  # a turn refused blocks for this long may take other programs' pins
     program_idle_s: float = 3600.0  # a program without a turn for this long is forgotten
     admission: bool = True  # new programs wait while the started ones fill the KV cache
-    honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
+    honor_priority: bool = False  # a request's priority orders programs, lower first; false: ignored
     honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
-    reading_calls: str = ""  # names of collective_rpc's methods that change no weights, with commas between
+    reading_calls: str = ""  # collective_rpc's methods that change no weights, with commas between
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
-    run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
+    run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none
     metrics_port: int = 0  # of our metrics behind a HTTP server in Rust; 0: 10,000 above its own (clients.md)
-    record_ids: bool = False  # recordings have the clients' ids of programs and turns in place of hashes
+    record_ids: bool = False  # recordings have clients' ids of programs and turns, not hashes
 
     def __post_init__(self) -> None:
         require(0 <= self.metrics_port < 65_536, PREFIX + "metrics_port", self.metrics_port, "a port")

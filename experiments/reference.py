@@ -47,10 +47,12 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
 
 
 def metrics_page() -> str:
-    """docs/metrics.md."""
-    rows = [[f"`{name}{label and f'{{{label}}}'}`", kind, text] for name, kind, label, text in metric_rows()]
-    table = markdown([["metric", "type", ""], *rows], "---")
-    return between(METRICS_PAGE.read_text(), METRICS_MARKS, table)
+    """docs/metrics.md. A counter's name ends in _total, and a histogram is named; the others are gauges."""
+    rows = [
+        [f"`{name}{label and f'{{{label}}}'}`", f"{text} (histogram)" if kind == "histogram" else text]
+        for name, kind, label, text in metric_rows()
+    ]
+    return between(METRICS_PAGE.read_text(), METRICS_MARKS, markdown([["metric", ""], *rows], "---"))
 
 
 def settings_table(names: Sequence[str]) -> str:

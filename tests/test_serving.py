@@ -305,16 +305,24 @@ def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Continuum
 # metrics ------------------------------------------------------------------------
 
 
+def kind_shown(name: str, meaning: str) -> str:
+    """A metric's type, as its row of docs/metrics.md shows it."""
+    if name.endswith("_total"):
+        return "counter"
+    return "histogram" if meaning.endswith("(histogram)") else "gauge"
+
+
 def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_lint(
     continuum: Continuum,
 ) -> None:
     continuum.complete(ids(5 * BLOCK, 62), job_id="metrics")  # ours begin with the first step
     text = HTTP.get(f"{continuum.url}/metrics").text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
-    row = r"^\| `(continuum_(?!fleet_)\w+)(?:{\w+})?` \| (\w+) \|"
-    listed = re.findall(row, DOCS.read_text(), re.MULTILINE)
+    row = r"^\| `(continuum_(?!fleet_)\w+)(?:{\w+})?` \| (.*) \|$"
+    rows = re.findall(row, DOCS.read_text(), re.MULTILINE)
+    listed = {name: kind_shown(name, meaning) for name, meaning in rows}
     assert len(listed) == 33
-    assert {name: types.get(name) for name, _ in listed} == dict(listed)
+    assert {name: types.get(name) for name in listed} == listed
     assert set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)) >= OF_VLLM
     if promtool := shutil.which("promtool"):
         ran = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)

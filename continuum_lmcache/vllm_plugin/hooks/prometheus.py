@@ -41,9 +41,9 @@ def histogram(text: str, buckets_s: tuple[float, ...], label: str = "") -> Metri
 
 gauge = partial(Metric, Gauge, more={"multiprocess_mode": "mostrecent"})
 counter = partial(Metric, Counter)
-PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
-LONGEST = "Longest wait for a place of a program that comes now; 0: a usual one starts at once"
-IN_TIME = "How many live programs would have nine of ten first tokens within first_token_limit_s"
+PAIR = "Prefill curve: seconds per pair of a new token and one that it attends to"
+LONGEST = "How long a program that comes now waits for a place at most; 0: a usual one starts at once"
+IN_TIME = "Live programs that would have nine of ten first tokens within first_token_limit_s"
 LOST = "Tokens of the last turn that returns compute again, at most, by cause and the third where that begins"
 DELAY = "Queueing delay of programs' turns, by whether the GPU had lost their context"
 METRICS = {
@@ -62,9 +62,9 @@ METRICS = {
     "load_decisions": counter("Turns for which a tier had KV, by what was decided", "decision"),
     "pinned_blocks": gauge("GPU KV blocks held by pins"),
     "programs": gauge("Programs known to the scheduler"),
-    "tier_store_up": gauge("1 while the store of the tiers answers, else 0; missing: there is no tier"),
+    "tier_store_up": gauge("1 while the tiers' store answers, else 0; missing: no tier"),
     "tier_faults": counter("Chunks that a disk lost (damaged_chunk) or did not take (failed_store)", "fault"),
-    "tier_store_info": gauge("Always 1; its label names the store of the tiers", "mode"),
+    "tier_store_info": gauge("Always 1; its label names the tiers' store", "mode"),
     "rate_samples": gauge("Measurements of a rate; 0: it is assumed", "rate"),
     "tier_bytes_per_second": gauge("Rate at which a tier is read, as used in decisions", "tier"),
     "prefill_fixed_seconds": gauge("Prefill curve: the fixed part of a prefill"),
