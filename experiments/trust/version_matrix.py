@@ -53,7 +53,7 @@ CONNECTOR_SUITE = (
     "tests/contract",
 )
 MARKS = ("<!-- versions: python -m experiments.trust.version_matrix -->", "<!-- /versions -->")
-HEADER = ("package", "version", "how it ran", "result", "when")
+HEADER = ("release", "how it ran", "result", "when")
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 SUMMARY = re.compile(r"^=+ (.+) in [0-9.]+s.* =+$", re.MULTILINE)
@@ -133,7 +133,7 @@ def result_of(log: str) -> str:
 
 
 def row(cell: Cell, result: str, on: str) -> str:
-    return f"| {cell.package} | {cell.version} | {cell.how} | {result} | {on} |"
+    return f"| {cell.package} {cell.version} | {cell.how} | {result} | {on} |"
 
 
 def absent_tests() -> list[str]:
@@ -144,7 +144,7 @@ def absent_tests() -> list[str]:
 def known_rows() -> dict[str, str]:
     """The table's rows as they are, by package and version."""
     cells = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    return {f"{c[0].strip('| ')}=={c[1]}": " | ".join(c) for c in cells if len(c) == 5}
+    return {c[0].strip("| ").replace(" ", "=="): " | ".join(c) for c in cells if len(c) == len(HEADER)}
 
 
 def write(rows: dict[str, str]) -> None:
