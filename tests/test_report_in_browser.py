@@ -30,6 +30,7 @@ TEXTS = """[...document.querySelectorAll('.js-plotly-plot')].map(plot => {
   const texts = [...plot.querySelectorAll('text')].filter(t => t.getBoundingClientRect().width)
   return [rectangle(plot), texts.map(t => [t.textContent, rectangle(t)])]
 })"""
+MARKUP = "<b>&lt;</b><a href='https://x.y'>z</a>"  # of the kind that plotly reads
 PLOT = ".js-plotly-plot"
 FITS = "Math.abs(e.clientWidth - e.querySelector('.main-svg').clientWidth) < 2"  # plotly draws it anew
 
@@ -55,7 +56,7 @@ def hostile(folder: Path) -> Recording:
     run = Run()
     run.recorder = EventRecorder(EPOCH_S, {**ABOUT, "model": HOSTILE})
     for number, name in enumerate((HOSTILE, "<svg onload=document.title='taken'>", "w" * 300, "&lt;")):
-        run.turn(name, f"{number}a", (0, 1, 4), served=(10, 10, 0), tool=(HOSTILE,))
+        run.turn(name, f"{number}a", (0, 1, 4), served=(10, 10, 0), tool=(MARKUP,))
         run.turn(name, f"{number}b", (6, 7, 9))
     (folder / "<img src=x onerror=alert(1)>").mkdir()
     return load(written(folder / "<img src=x onerror=alert(1)>", run.recorder))
@@ -146,7 +147,7 @@ def test_names_of_programs_and_of_tools_are_text(
     page.mouse("Moved", bar.x + bar.width / 2, bar.y + 2)  # above its pin
     page.until("document.querySelector('.hovertext')")
     said = page.js("document.querySelector('.hovertext').textContent")
-    assert names[0] in said and (HOSTILE[:39] if name == "hostile" else "pytest") in said
+    assert names[0] in said and (MARKUP if name == "hostile" else "pytest") in said
 
 
 def test_a_hostile_name_is_shown_and_neither_runs_nor_becomes_an_element(pages: dict[str, Page]) -> None:
