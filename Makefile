@@ -31,13 +31,12 @@ check: install
 	$(VENV)/bin/mypy
 
 dist:
-	rm -rf dist build *.egg-info $(TOOLS)
+	rm -rf dist build *.egg-info $(TOOLS) .work/served
 	python3 -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip --quiet --disable-pip-version-check install -r requirements/dist.lock
 	$(TOOLS)/bin/python -m build --outdir dist
 	$(TOOLS)/bin/python -m twine check --strict dist/*
-	requirements/install-cpu .work/served dist/*.whl
-	requirements/try-wheel .work/served
+	requirements/try-wheel .work/served dist/*.whl
 
 site: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build

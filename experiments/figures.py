@@ -134,13 +134,17 @@ def draw_frontier(rows: Path, path: Path) -> list[Path]:
     figure, panels = plt.subplots(1, len(found), figsize=(3.8 * len(found), 3.6), layout="constrained")
     for axes, ((sessions,), shown) in zip(panels, found.items(), strict=True):
         at = [(float(row["ttft_p90_s"]), float(row["ttft_max_s"]), row["contender"]) for row in shown]
-        axes.plot(*zip(*((x, y) for x, y, name in at if colour(name) == OURS), strict=True), color=OURS)
+        ours = [(x, y) for x, y, name in at if colour(name) == OURS]
+        axes.plot(*zip(*ours, strict=True), color=OURS)
         for x, y, name in at:
             axes.plot(x, y, "o", color=colour(name))
             label = SHOWN.get(name, name).removeprefix("continuum, ")
-            axes.annotate(label, (x, y), (4, 4), textcoords="offset points", fontsize=7)
-        axes.set(title=sessions, xlabel="90th percentile, s", ylabel="longest, s", ylim=0)
-        axes.set_xlim(0, 1.5 * max(x for x, _, _ in at))
+            is_left = colour(name) == OURS and (x, y) != max(ours)  # of the line
+            place = (-5 if is_left else 5, {OURS: -9, STOCK: -4}.get(colour(name), 4))
+            side = "right" if is_left else "left"
+            axes.annotate(label, (x, y), place, textcoords="offset points", fontsize=7, ha=side)
+        axes.set(title=sessions, xlabel="90th percentile, s", ylabel="longest, s")
+        axes.set(xlim=(0, 1.5 * max(x for x, _, _ in at)), ylim=(0, 1.15 * max(y for _, y, _ in at)))
         axes.grid(color="0.9")
     figure.suptitle("First tokens of live sessions, simulated; blue: continuum by longest_wait_s", fontsize=9)
     return save(figure, path)

@@ -72,6 +72,15 @@ def model() -> Path:
         return make_model(folder)
 
 
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A real browser; where there is none, its tests are skipped."""
+    from browser import browser
+
+    with browser() as running:
+        yield running
+
+
 @pytest.fixture
 def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """LMCache's MP server in this process with our connector's parts; a test may make several."""

@@ -22,6 +22,7 @@ from continuum_lmcache.types import PinEnd
 pytest.importorskip("plotly")
 
 from continuum_lmcache.console import top as tops
+from continuum_lmcache.report import charts
 from continuum_lmcache.report import page as pages
 from continuum_lmcache.report.charts import RUNNING_KV, curves, spans
 from continuum_lmcache.report.page import rows
@@ -113,6 +114,15 @@ def test_the_curves_count_who_runs_who_waits_and_what_is_pinned(tmp_path: Path) 
     assert all(points[-1][1] == 0 for points in curves(run).values())
 
 
+def test_where_one_turn_ends_and_another_begins_a_curve_shows_no_other_level(tmp_path: Path) -> None:
+    run = Run()
+    run.turn("a", "a1", (0, 0, 1))
+    run.turn("a", "a2", (1, 1, 2))
+    found = curves(load(written(tmp_path, run.recorder)))
+    assert found["running"] == [(0, 1), (1, 1), (2, 0)]
+    assert found["waiting"] == [(0, 0), (1, 0)]
+
+
 @given(steps)
 def test_a_program_is_in_one_state_at_a_time_but_for_its_pin(gaps_s: list[float]) -> None:
     """Its queued, loading, running and tool spans follow each other without a hole or an overlap."""
@@ -149,6 +159,12 @@ def test_two_runs_stand_side_by_side_with_a_summary_each(page: Path) -> None:
     assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10.000", "7.000"]
     assert re.findall(r"<th>([^<]+)</th>", text) == ["x", "y"], "runs have their own names"
     assert "3 programs with 4 turns ran on Llama" in text and "1 program with 1 turn ran" in text
+
+
+def test_a_picture_that_leaves_programs_out_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "PROGRAMS_SHOWN", 2)
+    text = pages.page([load(written(tmp_path, story().recorder))])
+    assert "what each program was doing (the first 2, 1 more)</h2>" in text
 
 
 def test_no_client_can_write_into_the_page(page: Path) -> None:

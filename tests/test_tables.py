@@ -1,9 +1,12 @@
 """Tables and figures from summaries."""
 
 import json
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 
+from experiments import figures as pictures
 from experiments.figures import OTHER, OURS, STOCK, draw_job_times, plt
 from experiments.summary import figures
 from experiments.tables import RATIO, SummaryError, between, load, main
@@ -41,6 +44,19 @@ def runs(tmp_path):
     for path, content in zip(paths, every, strict=True):
         path.write_text(json.dumps(content))
     return paths
+
+
+def test_no_label_of_the_frontier_lies_on_another_or_on_the_frame(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, _: drawn.append(figure))
+    pictures.draw_frontier(pictures.RECORDS / "frontier.csv", Path("not-written"))
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        frame, labels = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
+        assert all(frame.x0 < box.x0 and box.x1 < frame.x1 and box.y1 < frame.y1 for box in labels)
+        assert not [pair for pair in combinations(labels, 2) if pair[0].overlaps(pair[1])]
+    plt.close(figure)
 
 
 def test_a_curve_of_programs_that_were_cut_off_ends_below_one():

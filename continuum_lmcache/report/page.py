@@ -28,22 +28,32 @@ PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
 <title>{title}</title>
+<meta name='viewport' content='width=device-width'>
 <style>
+:root {{ color-scheme: light dark }}
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1240px; padding: 0 1em }}
-td, th {{ padding: .15em 1em; border-bottom: 1px solid #ddd; text-align: right }}
-td:first-child {{ text-align: left }}
+body {{ overflow-wrap: anywhere }}
+h2 {{ font-size: 1.2em; margin: 2em 0 .5em }}
+.figures {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(var(--least), 1fr)) }}
+.figures {{ overflow-x: auto }}
+figure {{ margin: 0; min-width: 0 }}
+table {{ border-collapse: collapse; margin-top: 2em }}
+td, th {{ padding: .15em .6em; border-bottom: 1px solid #8886; text-align: right; vertical-align: top }}
+td:first-child {{ text-align: left; padding-left: 0; min-width: 10em }}
+@media (prefers-color-scheme: dark) {{ .js-plotly-plot {{ filter: invert(.9) hue-rotate(180deg) }} }}
 </style>
 <script>{plotly}</script>
 </head>
 <body>
 <h1>{title}</h1>
 {body}
+<script>dispatchEvent(new Event('resize')) // a picture was drawn before those beside it were there</script>
 </body>
 </html>
 """
 HOW = (
-    "<p>Drag to zoom, scroll over an axis, double click to see all. A pin is the thin bar over the tool's "
-    "time. A load is a mark.</p>"
+    "<p>Drag over a picture to zoom, double click to see all. A pin is the thin bar over the tool's time. "
+    "A load is a red mark.</p>"
 )
 WORDS = {  # of the figures' names
     "seconds": "length, s",
@@ -58,7 +68,10 @@ WORDS = {  # of the figures' names
     "p99": "99th percentile",
     "max": "longest",
 }
-CONFIG = {"displayModeBar": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
+CONFIG = {"displayModeBar": False, "responsive": True, "doubleClick": "reset"}
+# a finger scrolls the page: plotly would take its moves over a picture for itself
+ON_TOUCH = "if (matchMedia('(pointer: coarse)').matches) Plotly.relayout('{plot_id}', {dragmode: false})"
+TIMELINE_PX, CURVES_PX = 640, 260  # narrowest; in a narrower window the first is scrolled to the side
 
 
 def page(runs: Sequence[Recording]) -> str:
@@ -66,16 +79,38 @@ def page(runs: Sequence[Recording]) -> str:
     until_s = max(run.end_s - run.start_s for run in runs)
     labels = labels_of(runs)
     labelled = list(zip(labels, runs, strict=True))
-    drawn = [charts.timeline(run, label, until_s) for label, run in labelled]
-    pictures = [
-        figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG)
-        for figure in (*drawn, charts.over_time(runs, labels, until_s), charts.first_tokens(runs, labels))
+    drawn = [
+        section(what_it_shows(label, run), {"": charts.timeline(run, until_s)}, TIMELINE_PX)
+        for label, run in labelled
+    ]
+    drawn += [
+        section("Turns and pins over time", charts.over_time(runs, labels, until_s), CURVES_PX),
+        section("First tokens: share of turns within a time", charts.first_tokens(runs, labels), CURVES_PX),
     ]
     said = [f"<p><b>{html.escape(label)}</b> {html.escape(summary(run))}</p>" for label, run in labelled]
     found = {label: dict(rows(figures(run))) for label, run in labelled}
-    body = "\n".join([*said, *pictures, HOW, table(found)])
+    body = "\n".join([*said, HOW, *drawn, table(found)])
     title = html.escape(" against ".join(labels))
     return PAGE.format(title=title, plotly=get_plotlyjs(), body=body)
+
+
+def what_it_shows(label: str, run: Recording) -> str:
+    """A timeline's heading."""
+    rest = len(run.programs) - charts.PROGRAMS_SHOWN
+    more = f" (the first {charts.PROGRAMS_SHOWN}, {rest:,} more)" if rest > 0 else ""
+    return f"{label}: what each program was doing{more}"
+
+
+def section(heading: str, figures: Mapping[str, Any], least_px: int) -> str:
+    """Figures, beside each other where there is room for that."""
+    drawn = [
+        f"<figure><figcaption>{html.escape(name)}</figcaption>"
+        + figure.to_html(full_html=False, include_plotlyjs=False, config=CONFIG, post_script=ON_TOUCH)
+        + "</figure>"
+        for name, figure in figures.items()
+    ]
+    inside = "\n".join(drawn)
+    return f"<h2>{html.escape(heading)}</h2><div class='figures' style='--least: {least_px}px'>{inside}</div>"
 
 
 def labels_of(runs: Sequence[Recording]) -> list[str]:
