@@ -20,6 +20,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
 from ray.serve.request_router import PendingRequest
 
+from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.fleet.fleet import ReplicaId, Route, RouteReason
 from continuum_lmcache.programs.identity import key_digest
 from continuum_lmcache.serve.names import NameTurns, TurnName
@@ -138,7 +139,6 @@ async def test_turns_wait_for_the_next_state_and_go_where_it_sends_them() -> Non
     assert not any(each.done() for each in turns)
     made._find_state = lambda: state(goes_to("b"))  # type: ignore[method-assign]
     assert [await each for each in turns] == ["b"] * 4
-    assert made._patience_s == PATIENCE_S
 
 
 async def test_while_no_state_answers_a_turn_goes_where_its_program_was_sent_before_at_once() -> None:
@@ -165,7 +165,9 @@ async def test_while_no_state_answers_what_has_no_home_yet_goes_by_the_ring_at_o
         there.append(await sent(made, turn(number, **named)))
         waits_s.append(now_s() - began_s)
     assert waits_s == pytest.approx([SHORT_S] * 3) and there[0] == there[1]
-    assert made._patience_s == PATIENCE_S, "what may be at home somewhere waits as before"
+    began_s = now_s()
+    await sent(made, turn(9, program="may be at home somewhere"))
+    assert now_s() - began_s == pytest.approx(PATIENCE_S - 3 * SHORT_S)
 
 
 async def test_a_turn_goes_by_the_ring_if_its_programs_last_replica_died_with_the_state() -> None:
@@ -188,6 +190,22 @@ async def test_if_no_state_comes_turns_go_by_the_ring_and_a_program_stays_togeth
     made._find_state = lambda: found  # type: ignore[method-assign]
     await asyncio.sleep(POLL_S)
     assert await sent(made, turn(99, program="new-1")) == "b"
+
+
+async def test_no_turn_waits_for_the_state_longer_than_the_first_one_or_half_the_limit_of_first_tokens() -> (
+    None
+):
+    made, now_s = router(state(away), "a", "b"), asyncio.get_running_loop().time
+
+    async def waits_s_of(number: int) -> float:
+        await asyncio.sleep(number * PATIENCE_S / 4)
+        began_s = now_s()
+        await sent(made, turn(number, program=f"p{number}"))
+        return now_s() - began_s
+
+    waits_s = await asyncio.gather(*map(waits_s_of, range(4)))
+    assert waits_s == pytest.approx([PATIENCE_S * part for part in (1, 3 / 4, 1 / 2, 1 / 4)])
+    assert max(waits_s) <= ContinuumConfig().first_token_limit_s / 2
 
 
 async def test_the_state_is_asked_again_without_the_replicas_that_this_router_does_not_see() -> None:

@@ -36,7 +36,7 @@ from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
 SHORT_S = 0.5  # for the state's answer, where this router sent the program before, or it is new
-PATIENCE_S = 30.0  # else, or for its successor's, which comes within seconds; SHORT_S once that was in vain
+PATIENCE_S = 15.0  # else, from the first question in vain: its successor's came within 6 s, on a busy machine
 POLL_S = 0.1  # between two looks for another state
 MOST_GONE = 8  # replicas that the state names for one turn, and that this router does not see
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
@@ -49,7 +49,7 @@ class ProgramRouter(ConsistentHashRouter):
         NameTurns.key_digests = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._state: Any = None
-        self._patience_s = PATIENCE_S
+        self._wait_until_s: float | None = None  # None: the state has answered the last question
         self._look_at_s = 0.0
         self._homes: BoundedDict[str, str] = BoundedDict(MOST_PROGRAMS)
 
@@ -91,7 +91,10 @@ class ProgramRouter(ConsistentHashRouter):
         gone: list[str] = []
         home = self._replica(self._homes.get(turn.program, ""))
         waits = home is None and bool(turn.program) and not turn.is_first
-        patience_s = self._patience_s if waits else SHORT_S
+        now_s = asyncio.get_running_loop().time()
+        if self._wait_until_s is None:
+            self._wait_until_s = now_s + PATIENCE_S
+        patience_s = max(SHORT_S, self._wait_until_s - now_s) if waits else SHORT_S
         try:
             async with asyncio.timeout(patience_s):  # wait_for of Python 3.11 can lose a cancellation
                 while len(gone) < MOST_GONE and (answer := await self._answer(turn, gone)) is not None:
@@ -105,7 +108,6 @@ class ProgramRouter(ConsistentHashRouter):
             self._state = None
             if waits:
                 logger.warning("The fleet's state does not answer: this router places programs by a hash")
-                self._patience_s = SHORT_S
         return home
 
     async def _answer(self, turn: TurnName, gone: list[str]) -> Route | None:
@@ -120,7 +122,7 @@ class ProgramRouter(ConsistentHashRouter):
                 try:
                     asked = turn.program, not turn.stays, len(self.curr_replicas), gone
                     answer: Route | None = await state.place_turn.remote(*asked)
-                    self._patience_s = PATIENCE_S
+                    self._wait_until_s = None
                     return answer
                 except RayError:
                     self._state = None if self._state is state else self._state
