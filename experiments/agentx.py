@@ -120,6 +120,7 @@ class Load:
     seconds: float
     source: tuple[str, ...]  # of the programs, as the harness' options
     gpus: int = 1
+    by_session_id: bool = True  # sessions name themselves by X-Session-ID; else by X-Correlation-ID alone
 
     def run(self, url: str, out: Path) -> Row:
         """One run of the harness, with its files in `out`. Raises ServerError if it ends without results."""
@@ -130,7 +131,7 @@ class Load:
         words += ["--ui", "simple", *self.source]
         # HF_HUB_OFFLINE: with it the harness refuses a tokenizer in a folder
         env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        env["AIPERF_HTTP_X_SESSION_ID_FROM_CORRELATION_ID"] = "1"
+        env["AIPERF_HTTP_X_SESSION_ID_FROM_CORRELATION_ID"] = "1" if self.by_session_id else "0"
         log, export = out / "agentx.log", out / "profile_export_aiperf.json"
         export.unlink(missing_ok=True)
         with log.open("w") as lines:
@@ -258,6 +259,9 @@ def main(
     window: Annotated[int, typer.Option(min=0, help="--url: tokens of the model's window")] = 0,
     label: Annotated[str, typer.Option(help="--url: of its row")] = "server",
     gpus: Annotated[int, typer.Option(min=1, help="--url: that it has")] = 1,
+    session_id: Annotated[
+        bool, typer.Option(help="sessions name themselves by X-Session-ID; else by the harness' default")
+    ] = True,
     out: Annotated[Path, typer.Option(help="rows, table, the harness' files")] = Path("results/agentx"),
 ) -> None:
     """Run AgentX, and print a table."""
@@ -276,7 +280,7 @@ def main(
         if not dataset:
             source = local(chosen(trace, window, seconds), seconds, model, out / "trace")
         tokens = tokenizer or (model if url else str(work))
-        load = Load(model, tokens, sessions or max(place.sessions), seconds, source, gpus)
+        load = Load(model, tokens, sessions or max(place.sessions), seconds, source, gpus, session_id)
         harness()
     except (TraceError, ServerError) as error:
         raise SystemExit(f"agentx: {error}") from error
