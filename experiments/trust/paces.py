@@ -1,7 +1,7 @@
 """Whether `continuum` is slower than stock vLLM beside a KV connector that it does not know.
 
-    python -m experiments.trust.paces LMCacheConnectorV1 --pairs 6          # half an hour on a CPU
-    python -m experiments.trust.paces LMCacheConnectorV1 --pairs 3 --noise  # stock vLLM against itself
+    python -m experiments.trust.paces LMCacheMPConnector --pairs 6          # half an hour on a CPU
+    python -m experiments.trust.paces LMCacheMPConnector --pairs 3 --noise  # stock vLLM against itself
 
 A pair is a run of live sessions on each of two servers, with the same connector, programs, texts and bound
 threads. The second side goes first in every other pair. The idle server is frozen. OUT keeps the pairs: a
@@ -42,12 +42,9 @@ def server(order: str, connector: str, model: Path, folder: Path, until: ExitSta
     args = ["--scheduling-policy", order, "--dtype", CPU.dtype, "--max-model-len", str(CPU.window_tokens)]
     args += ["--num-gpu-blocks-override", str(CPU.gpu_blocks), "--max-num-seqs", str(CPU.max_seqs)]
     args += ["--max-num-batched-tokens", str(CPU.step_tokens)]
-    transfer = options_of(connector, folder)["kv_transfer_config"]
-    size = "lmcache.max_local_cpu_size"
-    if size in transfer["kv_connector_extra_config"]:  # room for all sessions: the best case of stock vLLM
-        all_gib = max(CPU.sessions) * CPU.window_tokens * CPU.kv_bytes_per_token / 2**30
-        transfer["kv_connector_extra_config"][size] = all_gib
-    args += ["--kv-transfer-config", json.dumps(transfer)]
+    all_gib = max(CPU.sessions) * CPU.window_tokens * CPU.kv_bytes_per_token / 2**30  # of all sessions
+    options = until.enter_context(options_of(connector, folder, all_gib))
+    args += ["--kv-transfer-config", json.dumps(options["kv_transfer_config"])]
     env = {"CONTINUUM_PROFILE": str((ROOT / "profiles" / CPU.profile).resolve())}
     url = until.enter_context(serve(model, args, log=folder.with_suffix(".log"), env=env))
     side = Server(Contender(order), url, processes(url))
