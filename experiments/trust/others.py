@@ -80,7 +80,7 @@ def connector(name: str, extra: dict[str, Any], module: str | None = None) -> di
 
 @contextmanager
 def options_of(name: str, folder: Path, dram_gib: float = DRAM_GIB) -> Iterator[dict[str, Any]]:
-    """A row's options of vllm.LLM, with LMCache's server within. The folder is for what a connector writes."""
+    """A row's options of vllm.LLM, with LMCache's server within. Connectors write to the folder."""
     if name == DRAFTS:
         yield {"speculative_config": NGRAMS}
         return
