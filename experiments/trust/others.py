@@ -53,11 +53,12 @@ DRAFTS = "drafts"
 IN_PROCESS = "LMCacheConnectorV1"  # both of LMCache by their paths: their plain names give ours
 IN_PROCESS_PATH = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 OVER_SERVER = "LMCacheMPConnector"
+SIMPLE, ITS_MODULE = "SimpleOnCpuConnector", "experiments.trust.simple_on_cpu"
 NAMES = (
-    *("ExampleConnector", "MultiConnector", "SimpleCPUOffloadConnector", "NixlConnector"),
+    *("ExampleConnector", "MultiConnector", "SimpleCPUOffloadConnector", SIMPLE, "NixlConnector"),
     *("MooncakeStoreConnector", IN_PROCESS, OVER_SERVER, DRAFTS),
 )
-DRAM_GIB = 0.25  # of LMCache
+DRAM_GIB = 0.25  # of LMCache and SimpleCPUOffload
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FEW = [301, 302, 303]  # with drafts: of all tokens this model repeats no sequence, and no draft is right
 COUNTED = {  # lines of the log
@@ -90,11 +91,13 @@ def options_of(name: str, folder: Path, dram_gib: float = DRAM_GIB) -> Iterator[
             yield {"kv_transfer_config": LMCACHES_MP.transfer_config(mp)}
         return
     example = [connector("ExampleConnector", {"shared_storage_path": str(folder / at)}) for at in "abc"]
+    dram_bytes = int(dram_gib * 2**30)
     tier = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": dram_gib}
     others: Mapping[str, dict[str, Any]] = {
         "ExampleConnector": example[0],
         "MultiConnector": connector(name, {"connectors": example[1:]}),
-        "SimpleCPUOffloadConnector": connector(name, {"cpu_bytes_to_use": 1 << 28}),
+        "SimpleCPUOffloadConnector": connector(name, {"cpu_bytes_to_use": dram_bytes}),
+        SIMPLE: connector(name, {"cpu_bytes_to_use": dram_bytes}, ITS_MODULE),
         "NixlConnector": connector(name, {}) | {"kv_buffer_device": "cpu"},
         IN_PROCESS: connector(name, tier, IN_PROCESS_PATH),
     }
