@@ -276,3 +276,19 @@ def test_of_one_hint_a_later_turn_goes_on_with_another_text_in_its_last_message(
         matched_tokens = len(HISTORY) if number else 0
         prompt_linker.add_turn(request, ProgramId("p"), 0.0, matched_tokens, fields)
     assert [link is not None for link in links] == [False, False, bool(hint)]
+
+
+def test_a_message_with_an_image_at_its_end_is_linked_only_as_it_is() -> None:
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    prompt_linker.add_turn(replay.request(NEW, (*range(9000, 9200), *CLOSING)), ProgramId("before"), 0.0)
+    place = PlaceholderRange(offset=len(HISTORY) + 4, length=8)
+    feature = MultiModalFeatureSpec(None, "image", "a cat", place)
+    sent = [
+        replay.request(NEW, (*HISTORY, *range(5000, 5000 + message), *CLOSING, *more))
+        for message, more in ((30, ()), (12, ([7] * 40)), (30, ([7] * 40)))
+    ]
+    for request in sent:
+        request.mm_features = [feature]
+    prompt_linker.add_turn(sent[0], ProgramId("p"), 0.0)
+    assert prompt_linker.find_link(sent[1]) is None
+    assert prompt_linker.find_link(sent[2]) is not None

@@ -144,7 +144,8 @@ class PromptLinker:
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         cut_at = max(self._block_tokens, prompt_tokens - opening_tokens - CUT_TOKENS)
-        cut_part = tail_of(request, cut_at, prompt_tokens) if opening_tokens and cut_at < least else ()
+        may_be_cut = opening_tokens and cut_at < least
+        cut_part = compact(tail_of(request, cut_at, prompt_tokens)) if may_be_cut else ()
         if cut_part:
             ends = (cut_at, *ends)
         keys = tuple(self._key(request, end, fields.scope) for end in ends)
@@ -160,7 +161,7 @@ class PromptLinker:
             hint,
             is_first,
             opening_tokens + 1,
-            compact(cut_part),
+            cut_part,
         )
         self._keep(turn)
         return turn
@@ -292,8 +293,10 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int
 
 def compact(tokens: Tail) -> Sequence[int]:
     """The tokens in four bytes each; none where an image is among them."""
-    numbers = [token for token in tokens if isinstance(token, int)]
-    return array("i", numbers) if len(numbers) == len(tokens) else ()
+    try:
+        return array("i", tokens)  # type: ignore[arg-type]
+    except TypeError:
+        return ()
 
 
 def common_start(one: Sequence[int | str], other: Sequence[int | str]) -> int:
