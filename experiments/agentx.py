@@ -17,7 +17,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ from experiments.tables import publish
 from experiments.workload import Program
 
 LOCK = ROOT / "requirements" / "agentx.lock"
-BLOCK_TOKENS = 64  # of a trace's hashes
+BLOCK_TOKENS = 64  # of a trace's hashes; of a shrunk program as many fewer
 LEAST_OUTPUT_TOKENS = 4  # an answer of special tokens alone is an error to the harness
 PROGRAMS = 48
 MARGIN_TOKENS = 512  # of a window: the chat template, and the line that makes each session's text its own
@@ -62,16 +62,17 @@ SHOWN: Mapping[str, tuple[str, int]] = {
 Row = dict[str, Any]
 
 
-def as_weka(program: Program, model: str) -> dict[str, Any]:
+def as_weka(program: Program, model: str, block_tokens: int = BLOCK_TOKENS) -> dict[str, Any]:
     """The program as a file of the harness' `weka_trace`; hashes say what a prompt shares with the last.
 
-    An answer's KV is never shared: the harness writes text of its own in its place.
+    An answer's KV is never shared: the harness writes text of its own in its place. A prompt's part of a
+    block is never repeated either, and a turn without a whole new block has no answer in the next prompt.
     """
     fresh, held, t_s, before = count(1), list[int](), 0.0, 0
     requests = []
     for turn in program.turns:
-        del held[min(turn.kept_tokens, before) // BLOCK_TOKENS :]
-        held += [next(fresh) for _ in range(-(-turn.input_tokens // BLOCK_TOKENS) - len(held))]
+        del held[min(turn.kept_tokens, before) // block_tokens :]
+        held += [next(fresh) for _ in range(-(-turn.input_tokens // block_tokens) - len(held))]
         took_s = turn.output_tokens * ANSWER_S
         out_tokens = max(LEAST_OUTPUT_TOKENS, turn.output_tokens)
         lengths = {"in": turn.input_tokens, "out": out_tokens, "hash_ids": [*held]}
@@ -79,20 +80,20 @@ def as_weka(program: Program, model: str) -> dict[str, Any]:
             {"t": t_s, "type": "s", "model": model, **lengths, "stop": "tool_use", "api_time": took_s}
         )
         t_s, before = t_s + took_s + (turn.gap_s or 0.0), turn.input_tokens
-    named = {"id": program.program_id, "models": [model], "block_size": BLOCK_TOKENS}
+    named = {"id": program.program_id, "models": [model], "block_size": block_tokens}
     return {**named, "hash_id_scope": "local", "requests": requests}
 
 
-def written(programs: Iterable[Program], model: str, folder: Path) -> Path:
+def written(programs: Iterable[Program], model: str, block_tokens: int, folder: Path) -> Path:
     """A file for each program."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, program in enumerate(programs):
-        (folder / f"{number:04d}.json").write_text(json.dumps(as_weka(program, model)))
+        (folder / f"{number:04d}.json").write_text(json.dumps(as_weka(program, model, block_tokens)))
     return folder
 
 
-def chosen(trace: Path | None, window_tokens: int, seconds: float) -> tuple[Program, ...]:
-    """The programs, shrunk to the window. Raises TraceError."""
+def chosen(trace: Path | None, window_tokens: int, seconds: float) -> tuple[tuple[Program, ...], int]:
+    """The programs, shrunk to the window, and their block's tokens. Raises TraceError."""
     try:
         refuse_unknown(TRACE, "report")
         part = "report"
@@ -106,8 +107,10 @@ def chosen(trace: Path | None, window_tokens: int, seconds: float) -> tuple[Prog
         jps=1.0,  # sessions do not look at arrivals
         max_context_tokens=window_tokens - MARGIN_TOKENS,
     )
-    found = selection.programs()
-    return capped(found, SHORT_GAP_S) if seconds < LEAST_S else found
+    found, whole = selection.programs(), replace(selection, max_context_tokens=None).programs()
+    share = max(p.context_tokens for p in found) / max(p.context_tokens for p in whole)
+    block_tokens = max(1, round(BLOCK_TOKENS * share))
+    return (capped(found, SHORT_GAP_S) if seconds < LEAST_S else found), block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class Load:
     seconds: float
     source: tuple[str, ...]  # of the programs, as the harness' options
     gpus: int = 1
+    by_session_id: bool = True  # sessions name themselves by X-Session-ID; else by X-Correlation-ID alone
 
     def run(self, url: str, out: Path) -> Row:
         """One run of the harness, with its files in `out`. Raises ServerError if it ends without results."""
@@ -130,7 +134,7 @@ class Load:
         words += ["--ui", "simple", *self.source]
         # HF_HUB_OFFLINE: with it the harness refuses a tokenizer in a folder
         env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        env["AIPERF_HTTP_X_SESSION_ID_FROM_CORRELATION_ID"] = "1"
+        env["AIPERF_HTTP_X_SESSION_ID_FROM_CORRELATION_ID"] = "1" if self.by_session_id else "0"
         log, export = out / "agentx.log", out / "profile_export_aiperf.json"
         export.unlink(missing_ok=True)
         with log.open("w") as lines:
@@ -206,7 +210,7 @@ def stage(bench: Bench, save: Callable[[dict[str, Any]], None], earlier: Mapping
     except ServerError as error:
         return {"failed": "", "skipped": str(error)}
     programs = chosen(None, bench.place.window_tokens, seconds)
-    source = local(programs, seconds, "tiny", bench.out / "trace")
+    source = local(*programs, seconds, "tiny", bench.out / "trace")
     load = Load("tiny", work, max(bench.place.sessions), seconds, source)
     return measured(bench, save, earlier, load, [who.label for who in CONTENDERS[:3]])
 
@@ -237,9 +241,12 @@ def table(rows: Iterable[Row]) -> list[list[str]]:
     return [["", "sessions", *(words for words, _ in SHOWN.values()), "counts"], *lines]
 
 
-def local(programs: Sequence[Program], seconds: float, model: str, folder: Path) -> tuple[str, ...]:
+def local(
+    programs: Sequence[Program], block_tokens: int, seconds: float, model: str, folder: Path
+) -> tuple[str, ...]:
     """The options for programs of our own. The rules name one public data set, so no such run counts."""
-    files = ["--custom-dataset-type", "weka_trace", "--input-file", str(written(programs, model, folder))]
+    place = written(programs, model, block_tokens, folder)
+    files = ["--custom-dataset-type", "weka_trace", "--input-file", str(place)]
     files += ["--num-dataset-entries", str(len(programs)), "--allow-dataset-wrap", "--unsafe-override"]
     return (*files, "--warmup-requests-per-lane", "10" if seconds >= LEAST_S else "1")
 
@@ -258,6 +265,9 @@ def main(
     window: Annotated[int, typer.Option(min=0, help="--url: tokens of the model's window")] = 0,
     label: Annotated[str, typer.Option(help="--url: of its row")] = "server",
     gpus: Annotated[int, typer.Option(min=1, help="--url: that it has")] = 1,
+    session_id: Annotated[
+        bool, typer.Option(help="sessions name themselves by X-Session-ID; else by the harness' default")
+    ] = True,
     out: Annotated[Path, typer.Option(help="rows, table, the harness' files")] = Path("results/agentx"),
 ) -> None:
     """Run AgentX, and print a table."""
@@ -274,9 +284,11 @@ def main(
         model, window = model or "tiny", window or place.window_tokens
         source = ("--public-dataset", dataset)
         if not dataset:
-            source = local(chosen(trace, window, seconds), seconds, model, out / "trace")
+            source = local(*chosen(trace, window, seconds), seconds, model, out / "trace")
         tokens = tokenizer or (model if url else str(work))
-        load = Load(model, tokens, sessions or max(place.sessions), seconds, source, gpus)
+        if (place_of_tokens := Path(tokens)).is_dir():
+            tokens = str(place_of_tokens.resolve())  # the harness has a working folder of its own
+        load = Load(model, tokens, sessions or max(place.sessions), seconds, source, gpus, session_id)
         harness()
     except (TraceError, ServerError) as error:
         raise SystemExit(f"agentx: {error}") from error

@@ -46,8 +46,20 @@ def test_sessions_of_a_short_run_do_not_wait_for_longer_than_it_lasts(tmp_path: 
     turns = [turn | {"gap_s": 250.0}, turn | {"gap_s": None}]
     trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0, "turns": turns}) + "\n")
     for seconds, gap_s in ((40.0, 5.0), (3600.0, 250.0)):
-        (program,) = agentx.chosen(trace, 4096, seconds)
-        assert program.turns[0].gap_s == gap_s
+        (program,), block_tokens = agentx.chosen(trace, 4096, seconds)
+        assert program.turns[0].gap_s == gap_s and block_tokens == 64
+
+
+def test_blocks_shrink_with_their_programs_so_that_turns_keep_theirs(tmp_path: Path) -> None:
+    """The harness answers nothing in the place of a turn that adds less than a block."""
+    trace = tmp_path / "trace.jsonl"
+    turns = [{"input_tokens": 320 * n, "new_tokens": 320, "output_tokens": 90} for n in range(1, 26)]
+    told = [turn | {"gap_s": None if number == 24 else 1.0} for number, turn in enumerate(turns)]
+    trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0, "turns": told}) + "\n")
+    (program,), block_tokens = agentx.chosen(trace, 2048, 40.0)
+    assert program.context_tokens <= 2048 - agentx.MARGIN_TOKENS and block_tokens == 12
+    blocks = [len(turn["hash_ids"]) for turn in agentx.as_weka(program, "m", block_tokens)["requests"]]
+    assert all(later > earlier for earlier, later in zip(blocks, blocks[1:], strict=False))
 
 
 def test_the_row_has_seconds_and_tokens_of_one_gpu_and_the_tail_of_interactivity() -> None:

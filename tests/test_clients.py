@@ -137,6 +137,30 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
     assert list(bench.engine.programs.records) == ["~None-3"]
 
 
+CLOSING = [11, 12, 13, 14]  # a message's end, and what opens an answer
+
+
+def agentx_prompt(session: int, turn: int) -> list[int]:
+    """AgentX's harness: the last message ends with a text that the next prompt has not."""
+    told = list(range(500 + 100 * session, 600 + 100 * session))
+    for number in range(1, turn):
+        told += [*CLOSING, *[7] * 8, *range(1000 + 40 * number, 1030 + 40 * number)]
+    return [*told, *range(3000 - 50 * turn, 3020 - 50 * turn), *CLOSING]
+
+
+@pytest.mark.parametrize("header", ["X-Correlation-ID", "none, as behind the Rust server"])
+def test_every_later_turn_of_agentx_is_its_sessions(bench: Bench, header: str) -> None:
+    bench.turn(None, [*range(2000, 2060), *CLOSING], 2)  # of another client: how a prompt is closed
+    for turn in range(1, 5):
+        for session in range(3):
+            hint = {HINT_FIELD: f"c-{session}"} if header == "X-Correlation-ID" else {}
+            bench.turn(None, agentx_prompt(session, turn), 2, **hint)
+            bench.now_s += 0.5
+    programs = bench.engine.programs.records
+    assert sorted(programs) == ["~None-2", "~None-3", "~None-4"], "each has its first turn's name"
+    assert [program.turns for program in programs.values()] == [4, 4, 4]
+
+
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:
     bench.engine.linker._hinted.most = 20
     for i in range(100):

@@ -197,3 +197,98 @@ def test_of_two_draws_for_one_prompt_neither_is_taken_for_the_other(contexts: tu
     assert prompt_linker.find_link(replay.request(NEW, (*range(1000, 1190), 7, 7, 7))) is None
     told_apart = prompt_linker.find_link(replay.request(NEW, (*range(1000, 1200), *[1] * 9, 5)))
     assert told_apart is not None and told_apart.program == "draw 1"
+
+
+# a message that was cut short, as AgentX's harness does --------------------------
+
+
+HISTORY = (*SYSTEM, *range(2000, 2200))
+
+
+@pytest.mark.parametrize("dropped", [1, 20, 63, 80])
+def test_a_prompt_that_cuts_its_last_message_short_continues_its_turn(dropped: int) -> None:
+    """Each turn's message ends with a text that the next prompt has not."""
+    turn, told, program = turns(), HISTORY, ""
+    turn((*range(9000, 9200), *CLOSING))  # the template's closing is known
+    for number in range(4):
+        found = turn((*told, *range(5000, 5000 + dropped), *CLOSING))
+        assert found == program or number == 1
+        program = found
+        assert bool(program) == (number > 0)
+        told = (*told, *CLOSING, *[7] * 8, *range(3000 + 50 * number, 3040 + 50 * number))
+
+
+def test_a_prompt_that_drops_a_short_message_whole_continues_its_turn() -> None:
+    turn, opens = turns(), (*CLOSING[:2], 17)  # a user's message; CLOSING[2] is the answer's role
+    turn((*range(9000, 9200), *CLOSING))
+    turn((*HISTORY, *opens, *range(5000, 5020), *CLOSING))
+    assert turn((*HISTORY, *CLOSING, *[7] * 8, *range(3000, 3040), *CLOSING))
+
+
+@pytest.mark.parametrize("opens", [(), (*CLOSING[:2], 17)], ids=["a message's rest", "a message"])
+@pytest.mark.parametrize("message", [1, 2, 30])
+def test_a_prompt_that_has_another_message_there_is_no_next_turn(
+    message: int, opens: tuple[int, ...]
+) -> None:
+    """A fork, or a program with the same head: its message is another one, with an answer or without."""
+    for follows in ((), (*[7] * 8, *range(3000, 3100), *CLOSING)):
+        turn = turns()
+        turn((*range(9000, 9200), *CLOSING))
+        turn((*HISTORY, *opens, *range(5000, 5000 + message), *CLOSING))
+        other = (*range(6000, 6008), *range(6500, 6540))
+        assert not turn((*HISTORY, *opens, *other, *CLOSING, *follows))
+
+
+def test_two_turns_that_differ_only_in_what_is_dropped_are_ambiguous() -> None:
+    turn = turns()
+    turn((*range(9000, 9200), *CLOSING))
+    for number in range(2):
+        turn((*HISTORY, *range(5000 + 50 * number, 5030 + 50 * number), *CLOSING))
+    assert not turn((*HISTORY, *CLOSING, *[7] * 8, *range(3000, 3040), *CLOSING))
+
+
+def test_a_hint_settles_which_of_two_such_turns_goes_on() -> None:
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    fields = [ProgramFields(hint=name) for name in "ab"]
+    prompt_linker.add_turn(replay.request(NEW, (*range(9000, 9200), *CLOSING)), ProgramId("before"), 0.0)
+    for number, of in enumerate(fields):
+        dropped = range(5000 + 50 * number, 5030 + 50 * number)
+        request = replay.request(NEW, (*HISTORY, *dropped, *CLOSING))
+        assert prompt_linker.find_link(request, of) is None
+        prompt_linker.add_turn(request, ProgramId(of.hint), 0.0, fields=of)
+    later = replay.request(NEW, (*HISTORY, *CLOSING, *[7] * 8, *range(3000, 3040), *CLOSING))
+    assert prompt_linker.find_link(later) is None
+    link = prompt_linker.find_link(later, fields[1])
+    assert link is not None and link.program == "b"
+
+
+@pytest.mark.parametrize("hint", ["a session", ""])
+def test_of_one_hint_a_later_turn_goes_on_with_another_text_in_its_last_message(hint: str) -> None:
+    """AgentX's harness lengthens a message so where a turn adds less than a block. Of first prompts it is no
+    reason: several sessions may have a hint and a system prompt."""
+    prompt_linker, replay, fields = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN), ProgramFields(hint=hint)
+    other = replay.request(NEW, (*range(9000, 9200), *CLOSING))
+    prompt_linker.add_turn(other, ProgramId("other"), 0.0, fields=fields)
+    links = []
+    for number, message in enumerate((range(5000, 5030), range(6000, 6060), range(7000, 7070))):
+        request = replay.request(NEW, (*HISTORY, *message, *CLOSING))
+        links.append(prompt_linker.find_link(request, fields))
+        matched_tokens = len(HISTORY) if number else 0
+        prompt_linker.add_turn(request, ProgramId("p"), 0.0, matched_tokens, fields)
+    assert [link is not None for link in links] == [False, False, bool(hint)]
+
+
+def test_a_message_with_an_image_at_its_end_is_linked_only_as_it_is() -> None:
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    prompt_linker.add_turn(replay.request(NEW, (*range(9000, 9200), *CLOSING)), ProgramId("before"), 0.0)
+    place = PlaceholderRange(offset=len(HISTORY) + 4, length=8)
+    feature = MultiModalFeatureSpec(None, "image", "a cat", place)
+    sent = [
+        replay.request(NEW, (*HISTORY, *range(5000, 5000 + message), *CLOSING, *more))
+        for message, more in ((30, ()), (12, ([7] * 40)), (30, ([7] * 40)))
+    ]
+    for request in sent:
+        request.mm_features = [feature]
+    prompt_linker.add_turn(sent[0], ProgramId("p"), 0.0)
+    assert prompt_linker.find_link(sent[1]) is None
+    assert prompt_linker.find_link(sent[2]) is not None

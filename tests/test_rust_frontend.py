@@ -162,6 +162,40 @@ def named_turns(server: Server, metrics: Server, keys: Mapping[str, str]) -> dic
     return found
 
 
+def agentx_chat(story: int, turn: int) -> list[dict[str, str]]:
+    """As AgentX's harness fills a trace: a message loses its end when the next turn comes."""
+    text = f"{story} is this session. " + "The tests of the parser fail again, see its lines. " * 9
+    messages = [{"role": "user", "content": text}]
+    for number in range(1, turn):
+        messages.append({"role": "assistant", "content": f"I read part {number} of it."})
+        messages.append({"role": "user", "content": f"Its part {number} has no error that I see. " * 4})
+    messages[-1]["content"] += f"These {turn} words, which no later prompt has."
+    return messages
+
+
+def agentx_turns(server: Server, metrics: Server, key: str = "") -> int:
+    """Of two sessions of four turns under the harness' default header: those that were a program's."""
+
+    def send(messages: list[dict[str, str]], correlation: str) -> None:
+        headers = {"X-Correlation-ID": correlation} | ({"authorization": f"Bearer {key}"} if key else {})
+        body = {"model": "tiny", "messages": messages, "max_tokens": 4}
+        HTTP.post(f"{server.url}/v1/chat/completions", json=body, headers=headers).raise_for_status()
+
+    send([{"role": "user", "content": "How are prompts closed here? " * 30}], "another client")
+    before = metrics.metric("continuum_ttl_decisions_total")
+    for turn in range(1, 5):
+        for story in range(2):
+            send(agentx_chat(story, turn), f"c-{story}")
+    time.sleep(0.6)  # so old may figures be
+    return round(metrics.metric("continuum_ttl_decisions_total") - before)
+
+
+@pytest.mark.real
+def test_every_later_turn_of_agentx_is_its_sessions_by_its_text_alone(rust: Server) -> None:
+    """The Rust server drops X-Correlation-ID."""
+    assert agentx_turns(rust, engine_of(rust)) == 2 * 3
+
+
 @pytest.mark.real
 def test_three_turns_of_each_client_arrive_named_by_what_the_rust_server_passes_on(rust: Server) -> None:
     found = named_turns(rust, engine_of(rust), {})
@@ -175,7 +209,9 @@ def test_the_same_turns_arrive_named_by_the_python_server(model: Path, folder: P
         pytest.skip("the other half of the comparison with vllm-rs")
     with serve(model, [*ARGS, "--api-key", *KEYS.values()], log=folder / "python.log") as url:
         found = named_turns(Server(url), Server(url), KEYS)
+        of_agentx = agentx_turns(Server(url), Server(url), KEYS["AgentX"])
     print(json.dumps(found))
+    assert of_agentx == 2 * 3
     assert set(found) - {name for name, turns in found.items() if turns == 3} == UNNAMED, json.dumps(found)
 
 

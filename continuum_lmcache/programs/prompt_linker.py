@@ -11,6 +11,10 @@ So a third key ends some tokens before the prompt does, and never where another 
 prompt may continue too. Of a first prompt it ends among the tokens with which the template closes every
 prompt: other recent prompts end with them too. They may be a sentence, as a thinking budget's.
 
+A client may cut its last message short afterwards, by a reminder or by what AgentX's harness fills it up
+with. So a fourth key ends CUT_TOKENS earlier. It counts only for a prompt that closes the message where it
+leaves the turn's: another program's goes on with another text. So may a later turn's of the same hint.
+
 A hint, a name that a client gives to several of its programs, decides where that is ambiguous, as between
 two equal first prompts. It links a prompt that continues exactly one turn of that hint.
 
@@ -19,9 +23,10 @@ Turns with a name are linked among those of the same name: several conversations
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress, repeat, takewhile
 from typing import Any, Protocol
 
@@ -32,6 +37,8 @@ from continuum_lmcache.types import ProgramId
 MAX_TAILS = 64  # of turns that differ only after a common hash, such as a system prompt's
 SUFFIX_TOKENS = 4  # the usual opening of an answer: an empty thought, two tags and two line breaks
 UNSTABLE_TOKENS = 64  # at most, at the end of what a turn adds to its history; they may not come back
+CUT_TOKENS = 96  # at most, that a message loses: AgentX's harness drops less than 64, and a role's opening
+CUT_SLACK_TOKENS = 4  # before the message's end, if text was cut within a word; behind it, if all of it was
 MAX_HINTED = 16  # turns of one hint: a session and its subagents
 RECENT_PROMPTS = 16  # whose ends show how the template closes a prompt
 
@@ -77,11 +84,28 @@ class LinkableTurn:
     keys: tuple[Key, ...]  # the shortest first
     hint: tuple[str, str]  # with its owner; the hint "" is none
     is_first: bool = False  # of its program, without a name: others may have the same prompt
+    closing_tokens: int = 0  # with which the template ends its prompt, the message's end first
+    cut_part: Sequence[int] = field(default=(), repr=False)  # of the prompt, from the first key's end on
 
-    def may_continue(self, tokens: int) -> bool:
-        """Whether a prompt of so many tokens that begins like this turn is its program's next one: one that
-        is longer, or the same again, whose answer its client may not have got."""
-        return self.prompt_tokens < tokens or (self.prompt_tokens == tokens and not self.is_first)
+    def is_continued_by(self, prompt: HashedPrompt, end: int, has_hint: bool = False) -> bool:
+        """Whether a prompt that has the first `end` tokens of this turn is its program's next one: one that
+        is longer, or the same again, whose answer its client may not have got. `has_hint`: of this turn."""
+        tokens = len(prompt.all_token_ids)
+        if tokens < self.prompt_tokens or (tokens == self.prompt_tokens and self.is_first):
+            return False
+        is_whole = not self.cut_part or end > self.ends[0]
+        return is_whole or (has_hint and not self.is_first) or self._is_cut_in(prompt)
+
+    def _is_cut_in(self, prompt: HashedPrompt) -> bool:
+        """Whether the prompt closes the turn's last message where it leaves it, before its own end."""
+        start, tokens = self.ends[0], prompt.all_token_ids
+        part = tokens[start : min(self.prompt_tokens, len(tokens) - self.closing_tokens)]
+        same, closing = common_start(self.cut_part, part), list(self.cut_part[-self.closing_tokens :])
+        for at in range(max(0, same - CUT_SLACK_TOKENS), min(len(part), same + CUT_SLACK_TOKENS)):
+            found = list(part[at : max(at, same) + 1])  # as far as where it leaves the turn's, at least
+            if found == closing[: len(found)]:
+                return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +143,26 @@ class PromptLinker:
         least = prompt_tokens - unstable_suffix(prompt_tokens, matched_tokens, opening_tokens)
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
+        cut_at = max(self._block_tokens, prompt_tokens - opening_tokens - CUT_TOKENS)
+        may_be_cut = opening_tokens and cut_at < least
+        cut_part = compact(tail_of(request, cut_at, prompt_tokens)) if may_be_cut else ()
+        if cut_part:
+            ends = (cut_at, *ends)
         keys = tuple(self._key(request, end, fields.scope) for end in ends)
         context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
         is_first = not matched_tokens and fields.job_id is None
-        turn = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint, is_first)
+        turn = LinkableTurn(
+            program,
+            arrival_s,
+            prompt_tokens,
+            context_tokens,
+            ends,
+            keys,
+            hint,
+            is_first,
+            opening_tokens + 1,
+            cut_part,
+        )
         self._keep(turn)
         return turn
 
@@ -160,11 +200,11 @@ class PromptLinker:
 
     def _turn_of_hint(self, request: HashedPrompt, hint: tuple[str, str]) -> LinkableTurn | None:
         """The hint's turn that this prompt extends furthest; None also if two are equal."""
-        tokens, best, reached = request.all_token_ids, None, 0
+        best, reached = None, 0
         for turn in self._hinted.get(hint, ()):
             keys = zip(turn.ends, turn.keys, strict=True)
             repeats = [end for end, key in keys if self._is_prefix_of(request, end, key)]
-            if repeats and turn.may_continue(len(tokens)) and repeats[-1] >= reached:
+            if repeats and repeats[-1] >= reached and turn.is_continued_by(request, repeats[-1], True):
                 best, reached = (turn if repeats[-1] > reached else None), repeats[-1]
         return best
 
@@ -251,7 +291,15 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int
     return max(opening_tokens, min(UNSTABLE_TOKENS, new_tokens // 2))
 
 
-def common_start(one: Tail, other: Tail) -> int:
+def compact(tokens: Tail) -> Sequence[int]:
+    """The tokens in four bytes each; none where an image is among them."""
+    try:
+        return array("i", tokens)  # type: ignore[arg-type]
+    except TypeError:
+        return ()
+
+
+def common_start(one: Sequence[int | str], other: Sequence[int | str]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -264,6 +312,6 @@ def with_longest_tail(
     for tail in sorted(tails, key=len, reverse=True):
         turn, end = tails[tail], at + len(tail)
         is_there = end <= tokens and tail_of(prompt, at, end) == tail
-        if is_there and (end < tokens if turn is None else turn.may_continue(tokens)):
+        if is_there and (end < tokens if turn is None else turn.is_continued_by(prompt, end)):
             return turn
     return None

@@ -1,6 +1,6 @@
 """Parts of vLLM that this package does not know, on stock vLLM and beside `continuum`: is every token right?
 
-    python -m experiments.trust.others                     # every row, ten minutes on a CPU
+    python -m experiments.trust.others                     # every row, a quarter of an hour on a CPU
     python -m experiments.trust.others drafts ExampleConnector
 
 A row is a KV connector that is none of ours, or n-gram drafts. Each runs on both in an engine of its own, on
@@ -8,7 +8,8 @@ prompts that are asked three times with little memory. Every token is compared w
 PyTorch, in float32.
 
 `wrong` counts the tokens that are off, `warned` how often the log says that the connector does not report
-where KV is. Where no engine starts there is the reason in place of figures.
+where KV is. Where no engine starts there is the reason in place of figures. LMCache in vLLM's process has no
+part for a CPU: it keeps nothing (`degraded`), and each lookup waits for 3 s (`waits`), on stock vLLM too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import os
 import random
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments.demo_servers import FCFS as LMCACHES_MP
 from experiments.exactness import (
     CPU,
     EXACT,
@@ -40,22 +43,29 @@ from experiments.exactness import (
     reference,
 )
 from experiments.forking_vllm import fork_from_now_on
+from experiments.mp_server import serve_mp
 from experiments.server import unwind_on_sigterm
 
 FORKING = multiprocessing.get_context("fork")
 STOCK, OURS = "fcfs", "continuum"
 ROUNDS, PROMPTS, PROMPT_TOKENS, KV_TOKENS = 3, 6, 700, 28 * 128
 DRAFTS = "drafts"
-OF_LMCACHE = {  # LMCache's own, by its path: its plain name gives ours
-    "LMCacheConnectorV1": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
-}
+IN_PROCESS = "LMCacheConnectorV1"  # both of LMCache by their paths: their plain names give ours
+IN_PROCESS_PATH = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
+OVER_SERVER = "LMCacheMPConnector"
+SIMPLE, ITS_MODULE = "SimpleOnCpuConnector", "experiments.trust.simple_on_cpu"
 NAMES = (
-    *("ExampleConnector", "MultiConnector", "SimpleCPUOffloadConnector", "NixlConnector"),
-    *("MooncakeStoreConnector", *OF_LMCACHE, DRAFTS),
+    *("ExampleConnector", "MultiConnector", "SimpleCPUOffloadConnector", SIMPLE, "NixlConnector"),
+    *("MooncakeStoreConnector", IN_PROCESS, OVER_SERVER, DRAFTS),
 )
+DRAM_GIB = 0.25  # of LMCache and SimpleCPUOffload
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 FEW = [301, 302, 303]  # with drafts: of all tokens this model repeats no sequence, and no draft is right
-WARNING = "does not report where KV is"
+COUNTED = {  # lines of the log
+    "warned": "does not report where KV is",
+    "degraded": "System will operate in degraded mode",
+    "waits": "Timeout occurred for rank",
+}
 FIGURES = {
     "gpu": "vllm:prefix_cache_hits",
     "beyond": "vllm:external_prefix_cache_hits",
@@ -69,21 +79,29 @@ def connector(name: str, extra: dict[str, Any], module: str | None = None) -> di
     return config | ({"kv_connector_module_path": module} if module else {})
 
 
-def options_of(name: str, folder: Path) -> dict[str, Any]:
-    """A row's options of vllm.LLM; the folder is for what a connector writes."""
+@contextmanager
+def options_of(name: str, folder: Path, dram_gib: float = DRAM_GIB) -> Iterator[dict[str, Any]]:
+    """A row's options of vllm.LLM, with LMCache's server within. Connectors write to the folder."""
     if name == DRAFTS:
-        return {"speculative_config": NGRAMS}
+        yield {"speculative_config": NGRAMS}
+        return
+    if name == OVER_SERVER:
+        disk, log = folder / "disk", folder / "lmcache.log"
+        with serve_mp(dram_gib, disk, log, module=False, disk_gb=0) as mp:
+            yield {"kv_transfer_config": LMCACHES_MP.transfer_config(mp)}
+        return
     example = [connector("ExampleConnector", {"shared_storage_path": str(folder / at)}) for at in "abc"]
-    if name in OF_LMCACHE:
-        tier = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 0.25}
-        return {"kv_transfer_config": connector(name, tier, OF_LMCACHE[name])}
-    others = {
+    dram_bytes = int(dram_gib * 2**30)
+    tier = {"lmcache.local_cpu": True, "lmcache.max_local_cpu_size": dram_gib}
+    others: Mapping[str, dict[str, Any]] = {
         "ExampleConnector": example[0],
         "MultiConnector": connector(name, {"connectors": example[1:]}),
-        "SimpleCPUOffloadConnector": connector(name, {"cpu_bytes_to_use": 1 << 28}),
+        "SimpleCPUOffloadConnector": connector(name, {"cpu_bytes_to_use": dram_bytes}),
+        SIMPLE: connector(name, {"cpu_bytes_to_use": dram_bytes}, ITS_MODULE),
         "NixlConnector": connector(name, {}) | {"kv_buffer_device": "cpu"},
+        IN_PROCESS: connector(name, tier, IN_PROCESS_PATH),
     }
-    return {"kv_transfer_config": others.get(name, connector(name, {}))}
+    yield {"kv_transfer_config": others.get(name, connector(name, {}))}
 
 
 def play(llm: Any, allowed: list[int] | None) -> list[Conversation]:
@@ -160,7 +178,8 @@ def measured(options: dict[str, Any], policy: str, model: Any, log: Path) -> dic
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
-    return {**found, "warned": log.read_text(errors="replace").count(WARNING)}
+    text = log.read_text(errors="replace")
+    return {**found, **{what: text.count(line) for what, line in COUNTED.items()}}
 
 
 def main(names: Annotated[list[str] | None, typer.Argument(help="of rows; else all")] = None) -> None:
@@ -174,7 +193,8 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="of rows; else a
             for policy in (STOCK, OURS):
                 place = Path(folder, name, policy)
                 place.mkdir(parents=True)
-                both[policy] = measured(options_of(name, place), policy, model, place / "log")
+                with options_of(name, place) as options:
+                    both[policy] = measured(options, policy, model, place / "log")
                 print(name, policy, json.dumps(both[policy]), flush=True)
             worse |= both[OURS].get("wrong", 0) > both[STOCK].get("wrong", 0)
             worse |= "error" in both[OURS] and "error" not in both[STOCK]
