@@ -148,17 +148,18 @@ class Page:
         found = self.js(f"(box => [box.x, box.y, box.width, box.height])({FIRST % json.dumps(selector)})")
         return Box(*found)
 
-    def picture(self, selector: str = "html") -> Image.Image:
-        """An element as it is seen, or all of the page."""
+    def picture(self, selector: str, around: int = 0) -> Image.Image:
+        """An element as it is seen, and so many pixels on each side."""
         x, y, width, height = self.box(selector)
         scrolled_x, scrolled_y = self.js("[scrollX, scrollY]")
-        clip = {"x": x + scrolled_x, "y": y + scrolled_y, "width": width, "height": height, "scale": 1}
+        clip = {"x": x + scrolled_x - around, "y": y + scrolled_y - around}
+        clip |= {"width": width + 2 * around, "height": height + 2 * around, "scale": 1}
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         return Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
 
-    def contrast(self, selector: str) -> float:
+    def contrast(self, selector: str, around: int = 0) -> float:
         """WCAG's contrast ratio of an element's most frequent colour and the one that differs most."""
-        picture = self.picture(selector)
+        picture = self.picture(selector, around)
         colours = picture.getcolors(picture.width * picture.height) or []
         shades = {luminance(colour): count for count, colour in sorted(colours)}  # type: ignore[arg-type]
         ground = max(shades, key=shades.__getitem__)

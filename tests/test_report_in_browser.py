@@ -176,11 +176,13 @@ def test_the_page_is_as_wide_as_the_window_and_no_text_is_cut_or_lies_on_another
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_lines_stand_out_in_the_light_and_in_the_dark(page: Page, scheme: str) -> None:
+def test_text_and_lines_stand_out_in_the_light_and_in_the_dark(page: Page, name: str, scheme: str) -> None:
     page.shown_on("desk", scheme)
     for text in ("h1", "h2", "p", "th:last-child", "td", ".ytick", ".xtick", ".xtitle", ".legendtext"):
         assert page.contrast(text) >= LEGIBLE, text
     assert page.contrast(".scatterlayer") >= SEEN
+    for number in range(1, 3 if name == "two runs" else 1):  # each run's line, in the legend
+        assert page.contrast(f".figures:nth-of-type(3) .traces:nth-of-type({number}) .legendlines", 3) >= SEEN
     ground = page.picture("h1").getpixel((0, 0))
     assert (sum(ground) < 3 * 64) == (scheme == "dark")
 
