@@ -80,7 +80,7 @@ GPU = Kind(
         "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention multiplies float32 as TF32
         "CONTINUUM_STATIC_TTL_S": "0.1",  # as many steps as SETTINGS' on a CPU
     },
-    "LMCacheMPConnector",
+    "LMCacheConnectorV1",  # windows are kept like full attention
 )
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
 SETTINGS = {

@@ -658,14 +658,15 @@ WINDOWS = "layers with a window"
     [
         ("gpt-oss-120b", True, False, WINDOWS, ""),
         ("gpt-oss-120b", True, True, "", ""),  # vLLM keeps windows like full attention
-        ("gpt-oss-120b", False, False, "", WINDOWS),
+        ("gpt-oss-120b", False, False, "stores windows that vLLM has given back", ""),
+        ("gpt-oss-120b", False, True, "", ""),
         ("qwen3-next-80b-a3b", True, False, "layers with a state", ""),
         ("deepseek-v3.2", False, False, "", "latent attention"),
         ("llama-3.3-70b", True, False, "", ""),
         ("llama-3.3-70b", False, False, "", ""),
     ],
 )
-def test_layers_that_lmcache_refuses_are_refused_before_the_model_is_loaded(
+def test_layers_that_lmcache_refuses_or_gets_wrong_are_refused_before_the_model_is_loaded(
     model: str,
     is_cpu: bool,
     is_merged: bool,

@@ -23,7 +23,7 @@ from connectors.lmcache_mp.translation import EngineShape, misspelt, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
-from continuum_lmcache.connector_names import IN_PROCESS
+from continuum_lmcache.connector_names import IN_PROCESS, WRONG_WINDOWS
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.model_shapes import shape
 
@@ -125,19 +125,28 @@ def caller(client: Any) -> Call:
 
 
 def check_layers(vllm_config: VllmConfig, log: bool) -> None:
-    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded; warn of
-    those that nobody has tried on a GPU (docs/models.md)."""
+    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded, and for
+    windows, whose KV was wrong; warn of those that nobody has tried on a GPU (docs/models.md).
+
+    Of a prompt whose start vLLM found on the GPU LMCache stores the windows too, though vLLM does not have
+    them there any more. Another program's prompt that ends earlier attends to them.
+    """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return  # then windows are kept like full attention
     try:
         config = vllm_config.model_config.hf_text_config.to_dict()
-        what = shape(config, "the model's config", weights=(0.0, "")).special_layers
+        found = shape(config, "the model's config", weights=(0.0, ""))
     except ConfigError:  # keys that we do not know
         return
+    what, why = found.special_layers, ""
     if what and current_platform.is_cpu():
+        why = f"LMCache 0.5.6 refuses {what} on a CPU"
+    elif found.windowed_layers:
+        why = f"{WRONG_WINDOWS}, and tokens are wrong"
+    if why:
         raise ConfigError(
-            f"LMCache 0.5.6 refuses {what} on a CPU; leave the KV connector out, or name {IN_PROCESS}, with "
-            "which vLLM keeps windows like full attention"
+            f"{why}; leave the KV connector out, or name {IN_PROCESS}, with which vLLM keeps windows like "
+            "full attention"
         )
     if what and log:
         logger.warning("nobody has tried %s over LMCache's server on a GPU with this project", what)
