@@ -2,32 +2,41 @@
 
     python -m experiments.trust.paces LMCacheMPConnector --pairs 6          # half an hour on a CPU
     python -m experiments.trust.paces LMCacheMPConnector --pairs 3 --noise  # stock vLLM against itself
+    python -m experiments.trust.paces --simulated --pairs 3                 # in virtual time, three minutes
 
 A pair is a run of live sessions on each of two servers, with the same connector, programs, texts and bound
 threads. The second side goes first in every other pair. The idle server is frozen. OUT keeps the pairs: a
 later call adds to them.
+
+`--simulated` plays the same sessions on vLLM's scheduler in virtual time, with a CPU's measured profile and
+a DRAM for all of them: stock vLLM, ours that does not know the DRAM, ours that does.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import typer
+import yaml
 
+from continuum_lmcache.reload.tier_store import TierStore
+from continuum_lmcache.vllm_plugin.memory import residency
 from experiments.client import ServerUnusable
 from experiments.driver import untold
-from experiments.gpu.agents import Contender, Server, pool, written
+from experiments.gpu.agents import LMCACHE, Contender, Server, pool, setup, written
 from experiments.gpu.place import CPU, model_for
 from experiments.replay import Job, replay_sessions
 from experiments.selection import Selection
 from experiments.server import ROOT, ServerError, processes, serve, unwind_on_sigterm
-from experiments.sessions import capped
+from experiments.sessions import capped, figures
 from experiments.tables import publish
 from experiments.trust.others import OURS, STOCK, options_of
 
@@ -93,17 +102,58 @@ def table(rows: Iterable[Row]) -> list[list[str]]:
     return lines
 
 
+class NoStore(TierStore):
+    """In the place of TierStore where the connector, which is one, is not to be known."""
+
+
+def simulated(number: int, order: str, seconds: float, is_known: bool, out: Path) -> Row:
+    """One run in virtual time."""
+    from experiments.sim.sessions import play
+    from experiments.sim.step_time import Machine
+
+    place = replace(CPU, dram_tokens=max(CPU.sessions) * CPU.window_tokens, ssd_gb=0.0)
+    profile = ROOT / "profiles" / CPU.profile
+    machine = Machine.from_profile(yaml.safe_load(profile.read_text()), profile.name, place.kv_tokens)
+    trace = written(capped(pool(CPU), GAP_S), out / "programs.jsonl")
+    programs, sessions = Selection(number, trace, jps=1.0).programs(), max(CPU.sessions)
+    with nullcontext() if is_known else patch.object(residency, "TierStore", NoStore):
+        of_label = setup(Contender(order, LMCACHE).label, place, machine)
+        played = play(programs, of_label, sessions, number, WARM_UP_S + seconds, warm_up_turns=0)
+    return figures(played.turns, sessions, WARM_UP_S, WARM_UP_S + seconds)
+
+
+def virtual(pairs: int, seconds: float, out: Path) -> list[list[str]]:
+    """A header, then a line for each seed and side."""
+    shown = {**SHOWN, "ttft_mean_s": "mean, s", "ttft_max_s": "longest, s"}
+    lines = [["seed", "", *shown.values()]]
+    for number in range(pairs):
+        for side, order, is_known in (
+            ("stock", STOCK, True),
+            ("ours, DRAM unknown", OURS, False),
+            ("ours", OURS, True),
+        ):
+            found = simulated(number, order, seconds, is_known, out)
+            lines.append([str(number), side, *(f"{found[name]:.2f}" for name in shown)])
+    return lines
+
+
 def main(
-    connectors: Annotated[list[str], typer.Argument(help="of experiments.trust.others")],
+    connectors: Annotated[list[str] | None, typer.Argument(help="of experiments.trust.others")] = None,
     pairs: Annotated[int, typer.Option(min=1, help="to add, for each connector")] = 6,
     seconds: Annotated[float, typer.Option(min=10, help="of each run that count")] = COUNTED_S,
     noise: Annotated[bool, typer.Option(help="stock vLLM on both sides")] = False,
+    is_simulated: Annotated[bool, typer.Option("--simulated", help="in virtual time")] = False,
     out: Annotated[Path, typer.Option(help="pairs and table")] = Path("results/paces"),
 ) -> None:
     """Measure pairs, and print the table of all in OUT."""
     unwind_on_sigterm()
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    if is_simulated:
+        title = "Sessions beside a DRAM, simulated"
+        return publish(virtual(pairs, seconds, out), title, [], out / "simulated")
+    if not connectors:
+        raise typer.BadParameter("name a connector of experiments.trust.others, or give --simulated")
     kept = out / "pairs.json"
     rows: list[Row] = json.loads(kept.read_text()) if kept.exists() else []
     orders = (STOCK, STOCK if noise else OURS)
@@ -115,7 +165,7 @@ def main(
             except (ServerError, ServerUnusable) as error:
                 raise SystemExit(f"paces: {connector}: {error}") from error
             kept.write_text(json.dumps(rows, indent=1) + "\n")
-    publish(table(rows), "Pace beside connectors that we do not know", [], out / "paces")
+    return publish(table(rows), "Pace beside connectors that we do not know", [], out / "paces")
 
 
 if __name__ == "__main__":
