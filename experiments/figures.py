@@ -1,6 +1,6 @@
 """The pictures: dark blue is continuum, black is stock vLLM, all else is grey.
 
-python -m experiments.figures     README's picture and the frontier, from rows in experiments/records/figures
+python -m experiments.figures     those whose rows are in experiments/records/figures
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import matplotlib
 import numpy as np
 import typer
 
+from continuum_lmcache.config import ContinuumConfig
 from experiments.tables import SOURCES, Summary, caption
 
 matplotlib.use("Agg")  # no display
@@ -25,6 +26,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 OURS, STOCK, OTHER = "#1b3a5b", "black", "0.6"
 UNDATED = {".png": {"Software": None}, ".svg": {"Date": None}}
+LIMIT_S = ContinuumConfig().first_token_limit_s
 LINES = ("-", "--", ":", "-.")  # told apart without colour
 FILLS = {  # blue: kept, the darker the nearer; grey: new; black: lost and computed again
     "gpu": ("#1b3a5b", ""),
@@ -150,10 +152,47 @@ def draw_frontier(rows: Path, path: Path) -> list[Path]:
     return save(figure, path)
 
 
+def draw_rising(rows: Path, path: Path) -> list[Path]:
+    """Load that rises and falls: programs, replicas and first tokens over time (experiments.fleet.rising)."""
+    with rows.open() as file:
+        found = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    minutes = [row["until_s"] / 60 for row in found]
+    served = [row["in_time"] * row["up"] for row in found]
+    panels = {  # title: its curves; of each values, colour, line and label
+        "Programs": [
+            ([row["live"] for row in found], OURS, "-", "live"),
+            (served, OTHER, "--", "served in time by the replicas there are"),
+        ],
+        "Replicas": [
+            ([row["up"] for row in found], OURS, "-", "there are"),
+            ([row["wanted"] for row in found], OTHER, "--", "the signal asks for"),
+        ],
+        "First tokens, 90th percentile of five minutes, s": [
+            ([row["p90_s"] for row in found], OURS, "-", "with the signal"),
+            ([row["alone_p90_s"] for row in found], OTHER, "--", "one replica alone"),
+            ([LIMIT_S] * len(found), STOCK, ":", "the limit"),
+        ],
+    }
+    figure, grid = plt.subplots(len(panels), 1, figsize=(8, 7), sharex=True, layout="constrained")
+    for axes, (title, curves) in zip(grid, panels.items(), strict=True):
+        for values, ink, line, label in curves:
+            axes.plot(minutes, values, line, color=ink, label=label)
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.legend(fontsize=7, loc="upper left")
+        axes.grid(color="0.9")
+    grid[0].set_ylim(0, 2.5 * max(row["live"] for row in found))  # an idle engine says hundreds
+    grid[-1].set(yscale="log", xlabel="minutes")
+    return save(figure, path)
+
+
 def main() -> None:
-    """Draw README's figure and the frontier again from their rows, in experiments/records/figures."""
-    print(*draw_tiers(RECORDS / "tiers.csv", RECORDS / "benefit-and-price"), sep="\n")
-    print(*draw_frontier(RECORDS / "frontier.csv", RECORDS / "frontier"), sep="\n")
+    """Draw the figures again whose rows are in experiments/records/figures."""
+    for draw_rows, rows, picture in (
+        (draw_tiers, "tiers", "benefit-and-price"),
+        (draw_frontier, "frontier", "frontier"),
+        (draw_rising, "rising", "rising"),
+    ):
+        print(*draw_rows(RECORDS / f"{rows}.csv", RECORDS / picture), sep="\n")
 
 
 if __name__ == "__main__":

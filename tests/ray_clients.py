@@ -33,10 +33,10 @@ def one_turn(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
 
 
-def running(name: str) -> list[psutil.Process]:
-    """Processes below this one, by a word of their command line."""
+def running(name: str, pid: int | None = None) -> list[psutil.Process]:
+    """Processes below this one, or below `pid`, by a word of their command line."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is a zombie
             if any(name in word for word in process.cmdline()):
                 found.append(process)
@@ -52,6 +52,7 @@ class Client:
     conversation: Conversation = field(default_factory=lambda: Conversation([]))
     replicas: list[str] = field(default_factory=list)  # by turn
     failures: list[int] = field(default_factory=list)  # HTTP statuses of turns that were sent again, or CUT
+    spare: str = ""  # another proxy's URL, from when one has died
 
     def run(self, url: str, turns: int) -> None:
         draw = random.Random(self.seed)
@@ -65,7 +66,8 @@ class Client:
         how = {"max_tokens": OUTPUT_TOKENS, "logprobs": 1, "return_token_ids": True}
         for _ in range(TRIES):
             try:
-                answer = one_turn(url, tokens, job_id=self.name, is_last_step=is_last, **how)
+                at = self.spare if self.spare and CUT in self.failures else url
+                answer = one_turn(at, tokens, job_id=self.name, is_last_step=is_last, **how)
             except httpx.TransportError:
                 self.failures.append(CUT)
                 time.sleep(0.5)

@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # Ray kills a proxy that needs more than 5 s, thrice
     "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_niceness": "0",  # Ray's own 15: engines stand still while others compute on this machine
 }
 OPTIONS = (
     *("--served-model-name", "tiny", "--scheduling-policy", "continuum", "--enforce-eager", "--seed", "0"),

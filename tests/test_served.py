@@ -18,7 +18,7 @@ from continuum_lmcache.policy.interface import Room
 from continuum_lmcache.serve.scaling import FULL, IN_TIME, LIVE, replicas
 from continuum_lmcache.types import Place, ProgramId
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS
-from experiments.fleet.rising import Delays, Scaled, arriving, p90_s, ramp_s, run
+from experiments.fleet.rising import Autoscaler, Scaled, arriving, p90_s, ramp_s, run
 from experiments.fleet.routers import Ours
 from experiments.fleet.table import MACHINE
 from experiments.table1 import Lognormal, Shape, draw
@@ -108,7 +108,10 @@ def test_as_load_rises_the_signal_asks_for_a_replica_before_first_tokens_are_lat
     arrivals_s = ramp_s(seed=1, highest=0.9, lasts_s=240.0)
     shape = Shape(Lognormal(4, 1), Lognormal(6.0, 4.0), Lognormal(8_000, 2_000), "bash")
     programs = arriving(draw(shape, "ramp", len(arrivals_s), 1), arrivals_s)
-    small, scaled = replace(MACHINE, kv_tokens=32_768), Scaled(2, Delays(up_s=0.0, down_s=20.0, start_s=15.0))
+    small, scaled = (
+        replace(MACHINE, kv_tokens=32_768),
+        Scaled(2, Autoscaler(up_s=0.0, down_s=20.0, start_s=15.0)),
+    )
     with_it, alone = run(programs, scaled, 2, small), run(programs, Ours(), 1, small)
     late = [at_s for at_s in range(0, 240, 30) if p90_s(alone, at_s, at_s + 30.0) > 30.0]
     asked = [each.at_s for each in scaled.asked if each.wanted == 2]

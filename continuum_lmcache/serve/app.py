@@ -18,7 +18,6 @@ from ray._private import ray_constants
 from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 
 from continuum_lmcache.programs.identity import key_digest
-from continuum_lmcache.serve.lmcache_server import LMCacheServer
 from continuum_lmcache.serve.names import ENVIRONMENT
 from continuum_lmcache.serve.replica import STATE, Replica
 from continuum_lmcache.serve.settings import ServeSettings
@@ -35,18 +34,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = replace(settings, key=settings.key or secrets.token_hex(32))
     if not ray.is_initialized():
         prepare()
-    if not settings.lmcache_gb:
-        return deployment(settings).bind(settings)
-    lmcache = serve.deployment(
-        LMCacheServer,
-        name="lmcache",
-        num_replicas=settings.nodes,
-        max_replicas_per_node=1,
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=2,
-        health_check_timeout_s=10,
-    )
-    return deployment(settings).bind(settings, lmcache.bind(settings))
+    return deployment(settings).bind(settings)
 
 
 def prepare() -> None:

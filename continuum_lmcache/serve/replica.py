@@ -24,7 +24,7 @@ from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.fleet.fleet import ReplicaId, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, hidden
-from continuum_lmcache.serve import scaling
+from continuum_lmcache.serve import lmcache_server, scaling
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
@@ -58,10 +58,9 @@ class ReplicaHeader:
 
 @serve.ingress()
 class Replica:
-    def __init__(self, settings: ServeSettings, lmcache_servers: Any = None) -> None:
-        """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
+    def __init__(self, settings: ServeSettings) -> None:
         listen_on_node_address_only()
-        self._settings, self._lmcache_servers = settings, lmcache_servers
+        self._settings = settings
         self._programs, self._hurry = ReplicaPrograms(), asyncio.Event()  # to report now
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
@@ -72,8 +71,8 @@ class Replica:
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
         os.environ.setdefault("CONTINUUM_HONOR_PROGRAM_AGE", "true")  # of all tenants: with_progress sets it
-        if self._lmcache_servers is not None:
-            await self._lmcache_servers.ready.remote()
+        if self._settings.lmcache_gb:
+            await lmcache_server.start_on_this_node(self._settings)
         self._engine, app = await watched_server.started(self._settings.vllm_args, self._watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())

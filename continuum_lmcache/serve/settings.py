@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError
 
-LEAST = {"gpus": 0, "cpus": 0, "lmcache_gb": 0, "replicas": 1, "lmcache_port": 1, "nodes": 1}
+LEAST = {"gpus": 0, "cpus": 0, "lmcache_gb": 0, "replicas": 1, "lmcache_port": 1}
 KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 
@@ -26,11 +26,10 @@ class ServeSettings:
     vllm: str = "--scheduling-policy continuum"  # more of `vllm serve`'s options, as on its command line
     gpus: float = 1.0  # of a replica; 0: a CPU
     cpus: float = 1.0  # of a replica
-    lmcache_gb: float = 0.0  # L1 of one LMCache server a node, started here; 0: none is
+    lmcache_gb: float = 0.0  # L1 of one LMCache server a node; 0: none is started
     lmcache_disk: str = ""  # the directory of its L2; empty: no L2
     lmcache_port: int = 5555  # on 127.0.0.1
     lmcache_http_port: int = 5556  # there too
-    nodes: int = 1  # with replicas
     key: str = field(default="", repr=False)  # of programs' names, hexadecimal; "": each deploy makes its own
 
     def __post_init__(self) -> None:

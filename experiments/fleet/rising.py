@@ -1,15 +1,18 @@
-"""Load that rises and falls, and the signal to scale.    python -m experiments.fleet.rising
+"""Load that rises and falls, and the signal to scale.
+
+    python -m experiments.fleet.rising      # --folder experiments/records/figures: its rows and picture
 
 Skewed programs come faster and faster for an hour, then slower. The product's signal, asked each EVERY_S,
 says how many replicas would do. It is followed when it has said so for some time, as autoscalers do: then a
-replica is started, or one gets no more turns.
+replica is started, or one gets no more turns. Down it is followed half of the way (Ray's downscaling_factor).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
 from statistics import mean
 
 import numpy as np
@@ -25,19 +28,22 @@ from experiments.fleet.workloads import rate_of, skewed
 from experiments.sim.result import TurnResult, percentile
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import Machine
-from experiments.tables import markdown
+from experiments.tables import markdown, write_lines
 from experiments.workload import ARRIVALS, Program
 
 EVERY_S = 10.0
+SIGNAL = ("live", "in_time", "wanted", "up")
+ROW_S, WINDOW_S = 60.0, 300.0  # between two rows; P90 is of the turns that came so long before
 
 
 @dataclass(frozen=True, slots=True)
-class Delays:
-    """Of an autoscaler, seconds."""
+class Autoscaler:
+    """Its settings."""
 
     up_s: float = 30.0  # for so long the signal asks for more replicas before they are started,
     down_s: float = 300.0  # or for fewer before they are given back
     start_s: float = 120.0  # a replica's start
+    full: float = FULL  # the share of the programs served in time at which one more is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,26 @@ class Asked:
     up: int  # replicas that answer
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The signal's means since the row before, and P90 of first tokens in the last WINDOW_S."""
+
+    until_s: float
+    live: float
+    in_time: float
+    wanted: float
+    up: float
+    p90_s: float
+    alone_p90_s: float  # of one replica alone
+
+
 class Scaled(Ours):
     """The product's router over one replica at first, and as many as the signal asks for, up to `most`."""
 
-    def __init__(self, most: int, delays: Delays = Delays()) -> None:  # noqa: B008
+    def __init__(self, most: int, settings: Autoscaler = Autoscaler()) -> None:  # noqa: B008
         super().__init__()
         self.asked: list[Asked] = []
-        self._delays, self._target, self._agreed_s = delays, 1, 0.0
+        self._settings, self._target, self._agreed_s = settings, 1, 0.0
         self._ready_s = [0.0, *[math.inf] * (most - 1)]  # when each replica answers; infinite: it does not
 
     def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
@@ -74,20 +93,22 @@ class Scaled(Ours):
         in_time = {at: most for at, most in found.items() if most is not None}
         live = {at: float(engines[at].programs.live) for at in in_time}
         full = engines_for(live, in_time) or 0.0
-        wanted = min(max(math.ceil(full / FULL), 1), len(self._ready_s))
+        wanted = min(max(math.ceil(full / self._settings.full), 1), len(self._ready_s))
         before = self.asked[-1].wanted if self.asked else wanted
         mean_in_time = mean(in_time.values() or [0.0])
         self.asked.append(Asked(now_s, sum(live.values()), mean_in_time, wanted, len(up)))
         if not min(before, wanted) > self._target and not max(before, wanted) < self._target:
             self._agreed_s = now_s
-        lasts_s = self._delays.up_s if wanted > self._target else self._delays.down_s
+        lasts_s = self._settings.up_s if wanted > self._target else self._settings.down_s
         if now_s - self._agreed_s < lasts_s:
             return
+        if wanted < self._target:
+            wanted = min((wanted + self._target + 1) // 2, self._target - 1)
         for at in range(len(self._ready_s)):
             if at >= wanted:
                 self._ready_s[at] = math.inf
             elif at >= self._target:
-                self._ready_s[at] = now_s + self._delays.start_s
+                self._ready_s[at] = now_s + self._settings.start_s
         self._target, self._agreed_s = wanted, now_s
 
 
@@ -119,23 +140,44 @@ def run(
     return run_fleet(programs, FleetSetup(engine, (1.0,) * replicas), router).result.turns
 
 
+def rows_of(
+    asked: Sequence[Asked], turns: Sequence[TurnResult], alone: Sequence[TurnResult], every_s: float = ROW_S
+) -> list[Row]:
+    """A row each `every_s`, but for spans in which no turn came and so nobody asked."""
+    rows = []
+    for until_s in np.arange(every_s, asked[-1].at_s + every_s, every_s).tolist():
+        if then := [each for each in asked if until_s - every_s <= each.at_s < until_s]:
+            means = [mean(getattr(each, name) for each in then) for name in SIGNAL]
+            late = [p90_s(found, until_s - WINDOW_S, until_s) for found in (turns, alone)]
+            rows.append(Row(until_s, *means, *late))
+    return rows
+
+
 def main(
-    seed: int = 3, highest: float = 2.0, lasts_s: float = 7200.0, most: int = 6, window_s: float = 300.0
+    seed: int = 3,
+    highest: float = 2.0,
+    lasts_s: float = 7200.0,
+    most: int = 6,
+    target: float = FULL,
+    folder: Path | None = None,
 ) -> None:
     """Run with the signal and with one replica alone, and print a table in Markdown. `highest`: the load in
-    the middle, in times what one replica can do at its best."""
+    the middle, in times what one replica can do at its best. `target`: the share of the programs served in
+    time at which one more is wanted. `folder`: for rising.csv and its picture."""
     arrivals_s = ramp_s(seed, rate_of(skewed(DEMANDED, seed), highest, MACHINE, 1.0), lasts_s)
-    programs, scaled = arriving(skewed(len(arrivals_s), seed), arrivals_s), Scaled(most)
+    programs = arriving(skewed(len(arrivals_s), seed), arrivals_s)
+    scaled = Scaled(most, Autoscaler(full=target))
     turns, alone = run(programs, scaled, most), run(programs, Ours(), 1)
-    names = ("live", "in_time", "wanted", "up")
-    lines = [["from, s", "live", "in time, each", "wanted", "replicas", "P90, s", "P90 of one alone, s"]]
-    for since_s in np.arange(0.0, scaled.asked[-1].at_s, window_s):
-        span = since_s, since_s + window_s
-        asked = [each for each in scaled.asked if span[0] <= each.at_s < span[1]]
-        shown = [mean(getattr(each, name) for each in asked) for name in names if asked]
-        shown += [p90_s(turns, *span), p90_s(alone, *span)]
-        lines.append([f"{since_s:.0f}", *(f"{value:.1f}" for value in shown)])
-    print(markdown([line for line in lines if len(line) == len(lines[0])]))
+    lines = [["until, s", "live", "in time, each", "wanted", "replicas", "P90, s", "P90 of one alone, s"]]
+    for until_s, *values in map(astuple, rows_of(scaled.asked, turns, alone, WINDOW_S)):
+        lines.append([f"{until_s:.0f}", *(f"{value:.1f}" for value in values)])
+    print(markdown(lines))
+    if folder is not None:
+        from experiments.figures import draw_rising  # matplotlib takes a second to import
+
+        shown = [[f"{value:.4g}" for value in astuple(row)] for row in rows_of(scaled.asked, turns, alone)]
+        write_lines([[each.name for each in fields(Row)], *shown], folder / "rising.csv")
+        print(*draw_rising(folder / "rising.csv", folder / "rising"), sep="\n")
 
 
 if __name__ == "__main__":
