@@ -55,24 +55,20 @@ class Kind:
     """Settings of an engine on one kind of device."""
 
     device: str  # as torch names it
-    block_tokens: int
     kv_tokens: int  # so few that running turns run out of blocks, and are preempted
     options: Mapping[str, Any]  # of vllm.LLM
     env: Mapping[str, str]
-    connector: str  # LMCache takes layers of several kinds apart on a GPU alone
 
 
 CPU = Kind(
     "cpu",
-    128,
     28 * 128,
     {"enforce_eager": True, "distributed_executor_backend": "mp"},
-    {**CPU_ENV, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
-    "LMCacheConnectorV1",
+    {k: v for k, v in CPU_ENV.items() if k != "VLLM_CPU_KVCACHE_SPACE"}
+    | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
 )
 GPU = Kind(
     "cuda",
-    16,
     227 * 16,  # four second turns' prompts, and no more than one of their outputs
     {"gpu_memory_utilization": 0.1},
     {
@@ -80,9 +76,14 @@ GPU = Kind(
         "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention multiplies float32 as TF32
         "CONTINUUM_STATIC_TTL_S": "0.1",  # as many steps as SETTINGS' on a CPU
     },
-    "LMCacheConnectorV1",  # windows are kept like full attention
 )
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
+OPTIONS = {  # of vllm.LLM, by model
+    "tiny-qwen3-next": {
+        "block_size": 128,  # vLLM's least for such a state is 80 on a GPU, of which LMCache's chunk is no multiple
+        "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer compiles its own for minutes
+    },
+}
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "CONTINUUM_POLICY": "experiments.policies:always_loads",  # it is loads that are judged here
@@ -99,19 +100,24 @@ class Conversation:
     turns: int = 0
 
 
-def below(tier: str, disk: Path, dtype: str, connector: str = CPU.connector) -> dict[str, Any]:
-    """The engine's options for what is below the GPU: too small for all, so that it all takes part."""
+def below(tier: str, disk: Path, dtype: str, has_states: bool = False) -> dict[str, Any]:
+    """The engine's options for what is below the GPU: too small for all, so that it all takes part.
+
+    `has_states`: with LMCacheConnectorV1 vLLM keeps windows like full attention, and starts no state.
+    """
     chunk_gib = CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     if tier == NATIVE:
         return {"kv_offloading_size": DRAM_CHUNKS * chunk_gib}
     from vllm.config import KVTransferConfig
 
     extra = {
+        "lmcache.mp.autostart": True,
         "lmcache.mp.port": reserved_port(),
         "lmcache.max_local_cpu_size": DRAM_CHUNKS * chunk_gib,
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2,
     }
+    connector = "LMCacheMPConnector" if has_states else "LMCacheConnectorV1"
     config = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
     return {"kv_transfer_config": config}
 
@@ -136,10 +142,9 @@ def engine(
         str(make_model(WORK / model, config=MODELS[model])),
         dtype=dtype,
         max_model_len=longest_tokens,
-        num_gpu_blocks_override=kv_tokens // kind.block_tokens,
         kv_cache_memory_bytes=kv_bytes,  # else vLLM measures what others on this GPU take meanwhile
         disable_log_stats=False,
-        **{"scheduling_policy": "continuum", **kind.options, **options},
+        **{"scheduling_policy": "continuum", **kind.options, **OPTIONS.get(model, {}), **options},
     )
 
 
@@ -273,7 +278,7 @@ def checked(
         folder_of_run = TemporaryDirectory(dir=folder, prefix="disk-", ignore_cleanup_errors=True)
         disk = Path(until.enter_context(folder_of_run)).resolve()
         os.environ["CONTINUUM_RUN_OUTPUT_DIR"] = str(disk / "run")
-        llm = engine(below(tier, disk, dtype, kind.connector), kind, dtype, model=model)
+        llm = engine(below(tier, disk, dtype, has_states=model in OPTIONS), kind, dtype, model=model)
         until.callback(llm.llm_engine.engine_core.shutdown)
         played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS[tier], EVICTED_S if device == "cuda" else 0.0)
         found = sources(llm)

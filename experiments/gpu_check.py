@@ -9,7 +9,8 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
     exact      token for token against plain PyTorch, float32, LMCache's server: GPU, DRAM, disk,
                recompute, a prompt that is cached whole
     native     the same over vLLM's own offloading (--kv-offloading-size); its worker needs a GPU
-    windows    the same as exact, for a model with windows in every other layer
+    gemma3, gpt-oss, qwen3-next   the same as exact, for small models of those architectures: windows or states
+               beside full attention; the last in bfloat16, as its kernels need, and on a GPU alone
     rounding   bfloat16, as vLLM serves it: no further off than without any cache
     profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
     level      pairs of fcfs and continuum where memory is ample
@@ -55,6 +56,9 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".work"
 LEAST_S = 10.0  # a stage that has less is not begun
 STOPPING_S = 20.0  # of a stage with servers: after the last replay
+HYBRIDS = {"gemma3": "float32", "gpt-oss": "float32", "qwen3-next": "bfloat16"}
+HYBRID_S = 300.0  # kernels of layers that `exact` does not have are compiled too
+STATES = "tiny-qwen3-next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,9 @@ def tokens(job: Job, dtype: str, tier: str, model: str = "tiny-model") -> dict[s
     """How far tokens are from plain PyTorch's (experiments/exactness.py)."""
     from experiments.exactness import NATIVE, checked
 
-    if tier == NATIVE and not job.place.on_gpu:
-        return {"failed": "", "skipped": "vLLM refuses its own offloading on a CPU"}
+    needs_gpu = {NATIVE: "vLLM refuses its own offloading on a CPU", STATES: "LMCache refuses states on a CPU"}
+    if not job.place.on_gpu and (why := needs_gpu.get(tier) or needs_gpu.get(model)):
+        return {"failed": "", "skipped": why}
     return checked(job.place.device, dtype, job.out, tier, model)
 
 
@@ -143,9 +148,12 @@ STAGES = {
     "versions": Stage(versions, 30),
     "exact": Stage(partial(tokens, dtype="float32", tier="lmcache"), 240, timed=False),
     "native": Stage(partial(tokens, dtype="float32", tier="native"), 240, timed=False),
-    "windows": Stage(
-        partial(tokens, dtype="float32", tier="lmcache", model="tiny-windows"), 240, timed=False
-    ),
+    **{
+        name: Stage(
+            partial(tokens, dtype=dtype, tier="lmcache", model=f"tiny-{name}"), HYBRID_S, timed=False
+        )
+        for name, dtype in HYBRIDS.items()
+    },
     "rounding": Stage(partial(tokens, dtype="bfloat16", tier="lmcache"), 240, timed=False),
     "profile": Stage(lambda job: profile(job, "profile.yaml", 0.3, "--quick"), 300),
     "level": Stage(partial(live, name="level"), 300),

@@ -49,12 +49,38 @@ CONFIG = {
     "pad_token_id": 0,
     "torch_dtype": "bfloat16",
 }
-WINDOWS = CONFIG | {  # every other layer sees the last 512 tokens; transformers' name for such a Llama
-    "model_type": "ministral",
-    "layer_types": ["sliding_attention", "full_attention"] * 4,
+EXPERTS = 4  # all compute each token: which of them is chosen would hang on rounding
+GEMMA_3 = CONFIG | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
     "sliding_window": 512,
+    "query_pre_attn_scalar": 64,
 }
-MODELS = {"tiny-model": CONFIG, "tiny-windows": WINDOWS}  # by folder in .work
+GPT_OSS = CONFIG | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "max_position_embeddings": 131072,  # what its rotary embedding is scaled to
+    "intermediate_size": 512,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+}
+QWEN3_NEXT = CONFIG | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+}
+MODELS = {  # by folder in .work
+    "tiny-model": CONFIG,
+    "tiny-gemma3": GEMMA_3,
+    "tiny-gpt-oss": GPT_OSS,
+    "tiny-qwen3-next": QWEN3_NEXT,
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -94,6 +120,25 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def save_hybrid(directory: Path, seed: int, config: Mapping[str, Any]) -> None:
+    """A model of transformers' own class, drawn alike, under its checkpoints' names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    draw = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    gains = {"q_proj.weight": 2.0, "k_proj.weight": 2.0, "lm_head.weight": 3.0}
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.fill_(-6.0)  # states forget a third in 100 tokens
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.data.fill_(1.0)  # over 1
+        elif weight.ndim > 1:
+            gain = next((gain for end, gain in gains.items() if name.endswith(end)), 1.0)
+            scale = gain * weight.shape[-1] ** -0.5
+            weight.data = (torch.randn(weight.shape, generator=draw) * scale).bfloat16()
+    model.save_pretrained(directory)
+
+
 def tokenizer() -> Tokenizer:
     """Byte-level BPE, trained on the text of Python's own help topics."""
     bpe = Tokenizer(models.BPE())
@@ -117,7 +162,10 @@ def make_model(directory: Path, seed: int = 0, config: Mapping[str, Any] = CONFI
     if done.exists() and done.read_text() == want:
         return directory
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    if config["model_type"] == "llama":
+        save_file(weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        save_hybrid(directory, seed, config)
     tokenizer().save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -15,14 +16,17 @@ import pytest
 pytest.importorskip("vllm")
 
 import psutil
+import torch
 from typer.testing import CliRunner
 from waiting import PATIENCE_S, wait_for
 
+from connectors.lmcache_mp.settings import with_defaults
+from connectors.lmcache_mp.translation import EngineShape, translated
 from experiments import exactness, gpu_check
 from experiments.gpu import agents, page, place
 from experiments.gpu_check import STAGES, app, run_stage
 from experiments.server import ServerError, fast_dtype
-from experiments.tiny_model import KV_BYTES_PER_TOKEN, profile_here
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, MODELS, profile_here
 
 
 def figures(worst_token: float, worst_turn: float) -> dict[str, float]:
@@ -39,6 +43,26 @@ def test_a_turn_twice_as_far_off_as_rounding_makes_it_is_a_failure() -> None:
     found = {"roomy": figures(0.9, 0.2), "pressed": figures(0.9, 0.41)}
     (said,) = exactness.wrong(found, None)
     assert "off by 0.41" in said
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_what_the_stages_ask_of_lmcache_is_accepted(has_states: bool, tmp_path: Path) -> None:
+    asked = exactness.below(exactness.LMCACHE, tmp_path, "float32", has_states)["kv_transfer_config"]
+    extra, said = translated(asked.kv_connector_extra_config, {}, EngineShape(1, 16, 16384, 2048))
+    assert with_defaults(extra) and "--l2-adapter" in said
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_models_answer_depends_on_the_first_token_of_its_context(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beyond the longest window: else lost KV, or a lost state, would not be noticed."""
+    monkeypatch.setattr(exactness, "WORK", tmp_path)
+    model, context = exactness.reference(name=name), exactness.drawn(random.Random(0), 600)
+    with torch.inference_mode():
+        rows = torch.tensor([context, [context[0] + 1, *context[1:]]])
+        one, other = torch.log_softmax(model(rows).logits[:, -8:], dim=-1)
+    assert (one - other).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("where", [place.CPU, place.GPU], ids=["cpu", "gpu"])

@@ -15,7 +15,7 @@ from experiments.gpu.agents import FIGURES
 from experiments.tables import markdown
 
 Rows = Mapping[str, Mapping[str, Any]]
-TOKENS = ("exact", "native", "windows", "rounding")
+TOKENS = ("exact", "native", "gemma3", "gpt-oss", "qwen3-next", "rounding")
 LEVEL = {"tpot_s": "a token", "first_ttft_s": "first token of a first turn", "later_ttft_s": "of a later one"}
 
 
