@@ -80,7 +80,7 @@ GPU = Kind(
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
 OPTIONS = {  # of vllm.LLM, by model
     "tiny-qwen3-next": {
-        "block_size": 128,  # vLLM's least for such a state is 80 on a GPU, of which LMCache's chunk is no multiple
+        "block_size": 128,  # vLLM takes 80 on a GPU, and LMCache's chunk is no multiple of it
         "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer compiles its own for minutes
     },
 }

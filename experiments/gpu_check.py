@@ -9,7 +9,7 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
     exact      token for token against plain PyTorch, float32, LMCache's server: GPU, DRAM, disk,
                recompute, a prompt that is cached whole
     native     the same over vLLM's own offloading (--kv-offloading-size); its worker needs a GPU
-    gemma3, gpt-oss, qwen3-next   the same as exact, for small models of those architectures: windows or states
+    gemma3, gpt-oss, qwen3-next   the same as exact, for small models of those kinds: windows or states
                beside full attention; the last in bfloat16, as its kernels need, and on a GPU alone
     rounding   bfloat16, as vLLM serves it: no further off than without any cache
     profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
@@ -94,7 +94,10 @@ def tokens(job: Job, dtype: str, tier: str, model: str = "tiny-model") -> dict[s
     """How far tokens are from plain PyTorch's (experiments/exactness.py)."""
     from experiments.exactness import NATIVE, checked
 
-    needs_gpu = {NATIVE: "vLLM refuses its own offloading on a CPU", STATES: "LMCache refuses states on a CPU"}
+    needs_gpu = {
+        NATIVE: "vLLM refuses its own offloading on a CPU",
+        STATES: "LMCache refuses states on a CPU",
+    }
     if not job.place.on_gpu and (why := needs_gpu.get(tier) or needs_gpu.get(model)):
         return {"failed": "", "skipped": why}
     return checked(job.place.device, dtype, job.out, tier, model)
@@ -149,9 +152,7 @@ STAGES = {
     "exact": Stage(partial(tokens, dtype="float32", tier="lmcache"), 240, timed=False),
     "native": Stage(partial(tokens, dtype="float32", tier="native"), 240, timed=False),
     **{
-        name: Stage(
-            partial(tokens, dtype=dtype, tier="lmcache", model=f"tiny-{name}"), HYBRID_S, timed=False
-        )
+        name: Stage(partial(tokens, dtype=dtype, tier="lmcache", model=f"tiny-{name}"), HYBRID_S, timed=False)
         for name, dtype in HYBRIDS.items()
     },
     "rounding": Stage(partial(tokens, dtype="bfloat16", tier="lmcache"), 240, timed=False),

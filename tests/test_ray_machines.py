@@ -108,9 +108,7 @@ class Fleet:
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     ports = {"lmcache_port": reserved_port(), "lmcache_http_port": reserved_port()}
     vllm = " ".join((*OPTIONS, *SMALL))
-    settings = ServeSettings(
-        str(model), 2, vllm, gpus=0, lmcache_gb=1, **ports, key=secrets.token_hex(32)
-    )
+    settings = ServeSettings(str(model), 2, vllm, gpus=0, lmcache_gb=1, **ports, key=secrets.token_hex(32))
     port, log = reserved_port(), tmp_path_factory.mktemp("machine") / "ray.log"
     with pytest.MonkeyPatch.context() as patch, machine(log) as there:
         for name, value in (ENVIRONMENT | NAMING | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
