@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from experiments import agentx
 from experiments.peers.install import ROOT
+from experiments.trust import linked_turns
 from experiments.workload import Program, TurnSpec, growing
 
 
@@ -75,6 +76,23 @@ def test_the_row_has_seconds_and_tokens_of_one_gpu_and_the_tail_of_interactivity
     assert (row["interactivity_p90"], row["errors"], row["counts"]) == (1.5, 0.0, "unsafe_override")
     head, line = agentx.table([{"label": "ours", "sessions": 8, **row}])
     assert dict(zip(head, line, strict=True))["prompt tokens cached, %"] == "-"
+
+
+def test_a_later_turn_counts_as_linked_if_the_recording_has_it_in_a_program() -> None:
+    sent = [("s-1", "a", 1), ("s-2", "x", 2), ("s-1", "c", 9), ("s-1", "b", 5), ("s-2", "y", 7)]
+    lines = [
+        json.dumps({"metadata": {"x_correlation_id": s, "x_request_id": r, "request_start_ns": at}})
+        for s, r, at in sent
+    ]
+    sessions = linked_turns.sessions_of(lines)
+    assert sessions == {"s-1": ["a", "b", "c"], "s-2": ["x", "y"]}
+    recording = {
+        "_recording": [{"format": 2}],
+        "p": [{"Request_arrival_time": 1.0, "turn": "chatcmpl-b-9"}, {"pinned_time": 2.0}],
+        "q": [{"Request_arrival_time": 3.0, "turn": f"chatcmpl-{turn}-9"} for turn in "cy"],
+    }
+    found = linked_turns.counted(sessions, recording)
+    assert found == {"sessions": 2, "later turns": 3, "linked": 3, "pieces": 2, "mixed": 1}
 
 
 def test_a_server_of_ones_own_needs_the_name_of_its_model() -> None:
