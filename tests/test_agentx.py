@@ -79,17 +79,17 @@ def test_the_row_has_seconds_and_tokens_of_one_gpu_and_the_tail_of_interactivity
 
 
 def test_a_later_turn_counts_as_linked_if_the_recording_has_it_in_a_program() -> None:
-    sent = [("s-1", "a", 1), ("s-2", "x", 2), ("s-1", "c", 9), ("s-1", "b", 5), ("s-2", "y", 7)]
+    sent = [("s-1", "id-a", 1), ("s-2", "id-x", 2), ("s-1", "id-c", 9), ("s-1", "id-b", 5), ("s-2", "id-y", 7)]
     lines = [
         json.dumps({"metadata": {"x_correlation_id": s, "x_request_id": r, "request_start_ns": at}})
         for s, r, at in sent
     ]
     sessions = linked_turns.sessions_of(lines)
-    assert sessions == {"s-1": ["a", "b", "c"], "s-2": ["x", "y"]}
+    assert sessions == {"s-1": ["id-a", "id-b", "id-c"], "s-2": ["id-x", "id-y"]}
     recording = {
         "_recording": [{"format": 2}],
-        "p": [{"Request_arrival_time": 1.0, "turn": "chatcmpl-b-9"}, {"pinned_time": 2.0}],
-        "q": [{"Request_arrival_time": 3.0, "turn": f"chatcmpl-{turn}-9"} for turn in "cy"],
+        "p": [{"Request_arrival_time": 1.0, "turn": "chatcmpl-id-b-9"}, {"pinned_time": 2.0}],
+        "q": [{"Request_arrival_time": 3.0, "turn": f"chatcmpl-id-{turn}-9"} for turn in "cy"],
     }
     found = linked_turns.counted(sessions, recording)
     assert found == {"sessions": 2, "later turns": 3, "linked": 3, "pieces": 2, "mixed": 1}
