@@ -79,7 +79,8 @@ def test_the_row_has_seconds_and_tokens_of_one_gpu_and_the_tail_of_interactivity
 
 
 def test_a_later_turn_counts_as_linked_if_the_recording_has_it_in_a_program() -> None:
-    sent = [("s-1", "id-a", 1), ("s-2", "id-x", 2), ("s-1", "id-c", 9), ("s-1", "id-b", 5), ("s-2", "id-y", 7)]
+    first = [("s-1", "id-a", 1), ("s-2", "id-x", 2)]
+    sent = [*first, ("s-1", "id-c", 9), ("s-1", "id-b", 5), ("s-2", "id-y", 7)]
     lines = [
         json.dumps({"metadata": {"x_correlation_id": s, "x_request_id": r, "request_start_ns": at}})
         for s, r, at in sent
