@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
-WRONG_WINDOWS = "LMCache 0.5.6 stores windows that vLLM has given back"
 OVER_LMCACHE = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
 OVER_NATIVE = "ContinuumOffloadingConnector", "connectors.native.connector"
 OURS = {  # connectors that our subclasses replace: name and module

@@ -100,10 +100,11 @@ class Conversation:
     turns: int = 0
 
 
-def below(tier: str, disk: Path, dtype: str, has_states: bool = False) -> dict[str, Any]:
+def below(tier: str, disk: Path, dtype: str, is_hybrid: bool = False) -> dict[str, Any]:
     """The engine's options for what is below the GPU: too small for all, so that it all takes part.
 
-    `has_states`: with LMCacheConnectorV1 vLLM keeps windows like full attention, and starts no state.
+    `is_hybrid`: its layers keep windows or states, which they do with LMCacheMPConnector alone, and which
+    LMCache's server alone copies.
     """
     chunk_gib = CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     if tier == NATIVE:
@@ -117,7 +118,9 @@ def below(tier: str, disk: Path, dtype: str, has_states: bool = False) -> dict[s
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2,
     }
-    connector = "LMCacheMPConnector" if has_states else "LMCacheConnectorV1"
+    if is_hybrid:
+        extra["lmcache.mp.mp_transfer_mode"] = "lmcache_driven"  # a GPU's; on a CPU by shared memory
+    connector = "LMCacheMPConnector" if is_hybrid else "LMCacheConnectorV1"
     config = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
     return {"kv_transfer_config": config}
 
@@ -278,7 +281,7 @@ def checked(
         folder_of_run = TemporaryDirectory(dir=folder, prefix="disk-", ignore_cleanup_errors=True)
         disk = Path(until.enter_context(folder_of_run)).resolve()
         os.environ["CONTINUUM_RUN_OUTPUT_DIR"] = str(disk / "run")
-        llm = engine(below(tier, disk, dtype, has_states=model in OPTIONS), kind, dtype, model=model)
+        llm = engine(below(tier, disk, dtype, model != "tiny-model"), kind, dtype, model=model)
         until.callback(llm.llm_engine.engine_core.shutdown)
         played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS[tier], EVICTED_S if device == "cuda" else 0.0)
         found = sources(llm)

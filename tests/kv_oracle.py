@@ -74,13 +74,13 @@ def drafted(prefix: int, number: int) -> list[int]:
 
 
 class Turn:
-    """One request as the worker knows it."""
+    """One request as the worker knows it. `blocks`: of each group of layers."""
 
     def __init__(
         self,
         prompt_tokens: int,
         tokens: list[int],
-        blocks: list[int],
+        blocks: list[list[int]],
         computed: int = 0,
         weights: int = 0,
         adapter: int = 0,
@@ -96,8 +96,9 @@ class Turn:
     def cut(self, tokens: int) -> None:
         del self.tokens[tokens:], self.keys[tokens:]
 
-    def slot(self, position: int) -> int:
-        return self.blocks[position // BLOCK] * BLOCK + position % BLOCK
+    def slots(self, position: int) -> list[int]:
+        """Of each group."""
+        return [blocks[position // BLOCK] * BLOCK + position % BLOCK for blocks in self.blocks]
 
 
 ANY_CONFIG = functools.cache(VllmConfig)  # for forward contexts, which want one
@@ -107,11 +108,13 @@ FULL_AND_PIECEWISE, FULL, PIECEWISE = "FULL_AND_PIECEWISE", "FULL", "PIECEWISE"
 class Worker:
     """A GPU worker as vLLM 0.32 has it: its V1 runner, or its V2 runner with CUDA graphs.
 
-    `connector` is the worker's half; `meanwhile` runs beside a step, at any time of it.
+    `connector` is the worker's half; `meanwhile` runs beside a step, at any time of it. `windows`: tokens of
+    each group's window; 0: its layers attend to all.
     """
 
-    def __init__(self, slots: Any, is_v2: bool, graphs: str, drafts: int) -> None:
+    def __init__(self, slots: Any, is_v2: bool, graphs: str, drafts: int, windows: list[int]) -> None:
         self.slots, self.is_v2, self.graphs, self.drafts = slots, is_v2, graphs, drafts
+        self.windows = windows
         self.connector: Any = None
         self.meanwhile: Callable[[], None] = lambda: None
         self.turns: dict[str, Turn] = {}
@@ -198,7 +201,7 @@ class Worker:
             tokens = new.prefill_token_ids if self.is_v2 else prompt
             self.resumed += len(tokens) > len(prompt)
             computed[new.req_id] = done = new.num_computed_tokens
-            blocks = list(new.block_ids[0])
+            blocks = [list(group) for group in new.block_ids]
             self.turns[new.req_id] = Turn(
                 len(prompt), list(tokens), blocks, done, self.weights, adapter_of(new)
             )
@@ -214,12 +217,14 @@ class Worker:
             if turn_id in cached.resumed_req_ids:
                 self.resumed += 1
                 tokens = list(cached.all_token_ids[turn_id])
+                none: list[list[int]] = [[] for _ in turn.blocks]
                 turn = self.turns[turn_id] = Turn(
-                    turn.prompt_tokens, tokens, [], 0, self.weights, turn.adapter
+                    turn.prompt_tokens, tokens, none, 0, self.weights, turn.adapter
                 )
             elif not self.is_v2:
                 turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped outputs after a failed load
-            turn.blocks += blocks[0] if blocks is not None else []
+            for held, more in zip(turn.blocks, blocks or [[]] * len(turn.blocks), strict=True):
+                held += more
             computed[turn_id] = min(before, len(turn.tokens) - 1)  # of steps ahead: drafts were rejected
             turn.computed = turn.computed if self.is_v2 else computed[turn_id]
         drafts = output.scheduled_spec_decode_tokens
@@ -237,7 +242,9 @@ class Worker:
         # the V2 runner counts by itself
         is_right = turn.computed == computed and turn.weights == self.weights and self._holds(turn, computed)
         for position in range(computed, end):
-            self.slots[turn.slot(position)] = names[position] if is_right else next(self._garbage)
+            name = names[position] if is_right else next(self._garbage)
+            for slot in turn.slots(position):
+                self.slots[slot] = name
         turn.computed = end
         if end < len(names):
             return []
@@ -254,11 +261,15 @@ class Worker:
         return sampled
 
     def _holds(self, turn: Turn, computed: int) -> bool:
-        """Whether the slots of these tokens hold their KV, and not another's."""
-        for number, start in enumerate(range(0, computed, BLOCK)):
-            end, slot = min(start + BLOCK, computed), turn.blocks[number] * BLOCK
-            if list(self.slots[slot : slot + end - start]) != turn.keys[start:end]:
-                return False
+        """Whether the slots of these tokens hold their KV, and not another's; of a window, those of its last
+        tokens, to which the next one attends."""
+        for window, blocks in zip(self.windows, turn.blocks, strict=True):
+            first = max(0, computed - window + 1) if window else 0
+            for number, start in enumerate(range(0, computed, BLOCK)):
+                begin, end, slot = max(start, first), min(start + BLOCK, computed), blocks[number] * BLOCK
+                held = list(self.slots[slot + begin - start : slot + end - start])
+                if begin < end and held != turn.keys[begin:end]:
+                    return False
         return True
 
 
@@ -290,7 +301,9 @@ class OracleBench(Bench):
         }
         super().__init__(scheduler_cls, model, blocks, drafts=drafts, transfer=transfer, **more)
         self.scheduler.use_v2_model_runner = is_v2
-        self.worker = Worker(self.slots, is_v2, graphs, drafts)
+        specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
+        windows = [getattr(spec, "sliding_window", None) or 0 for spec in specs]
+        self.worker = Worker(self.slots, is_v2, graphs, drafts, windows)
         self.worker.connector = self.join()
         self._moved: dict[int, Any] = {}  # the connector's reports of the steps in flight
         self._right: dict[str, Turn] = {}  # each request's tokens, as the model would have them
@@ -331,7 +344,7 @@ class OracleBench(Bench):
     def new_weights(self) -> None:
         """The worker has others from now on. A request that has run may go on with the KV that it has."""
         self.worker.weights += 1
-        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         in_flight = {
             request_id for output, _ in self._in_flight for request_id in output.num_scheduled_tokens
         }
@@ -385,7 +398,8 @@ class OracleBench(Bench):
         right = self._up_to(call["request"])
         for number in range(call["num_cached_blocks"], call["num_full_blocks"]):
             names = right.keys[number * BLOCK : (number + 1) * BLOCK]
-            self._cached[call["blocks"][number].block_id] = names
+            if not call["blocks"][number].is_null:
+                self._cached[call["blocks"][number].block_id] = names
 
     def _up_to(self, request: Any) -> Turn:
         """The model's right tokens for the request, as many as it has now."""

@@ -86,12 +86,16 @@ class Client:
 
 
 class SpanServer:
-    """LMCache's MP server. The next `losing` loads load only their first chunk, and fail."""
+    """LMCache's MP server. The next `losing` loads load only their first chunk, and fail.
+
+    Of a group of layers whose `windows` are shorter than a chunk it stores each chunk's last tokens.
+    """
 
     def __init__(self, chunk: int) -> None:
         self.chunk, self.now_s = chunk, 1000.0
         self.slots: list[int] = []
-        self.chunks: dict[Chunk, list[int]] = {}  # keys in its slots
+        self.windows = [0]  # tokens of each group's; 0: its layers attend to all
+        self.chunks: dict[Chunk, list[list[int]]] = {}  # keys in its slots, by group
         self.reported: dict[Chunk, bytes] = {}  # the names of chunks in the tier module's answers
         self.weights: dict[str, int] = {}  # by salt: those that computed all that is stored under it
         self.newest_weights: Callable[[], int] = lambda: 0
@@ -227,17 +231,17 @@ class SpanServer:
         self.loads += 1
         losing, self.losing = bool(self.losing), max(self.losing - 1, 0)
         self.lost += losing
-        (group,) = blocks
         for number, name in enumerate(names[:1] if losing else names):
-            for token, held in enumerate(self.chunks[name], number * self.chunk):
-                if token >= skip:
-                    self.slots[group[token // BLOCK] * BLOCK + token % BLOCK] = held
+            for group, held in zip(blocks, self.chunks[name], strict=True):
+                end = (number + 1) * self.chunk
+                for token, last in enumerate(held, end - len(held)):
+                    if token >= skip:
+                        self.slots[group[token // BLOCK] * BLOCK + token % BLOCK] = last
         return not losing
 
     def _store(self, key: Any, instance: int, blocks: Any, _: bytes) -> bool:
         if instance not in self._registered:
             return False
-        (group,) = blocks
         salt, names, hashed = key.cache_salt, self._names(key, 0, key.end), self._hasher.none_hash
         for start, name in zip(range(0, key.end, self.chunk), names, strict=False):
             hashed = self._hasher.hash_tokens(list(key.token_ids[start : start + self.chunk]), hashed)
@@ -247,13 +251,19 @@ class SpanServer:
             keys(tokens, *each) for each in itertools.product(range(newest + 1), range(MOST_ADAPTERS))
         ]
         for start in range(key.start, key.end, self.chunk):
-            held = []
-            for block in group[(start - key.start) // BLOCK :][: self.chunk // BLOCK]:
-                held += self.slots[block * BLOCK : (block + 1) * BLOCK]
-            end = start + self.chunk
+            end, held = start + self.chunk, []
+            for group, window in zip(blocks, self.windows, strict=True):
+                last = []
+                for block in group[(start - key.start) // BLOCK :][: self.chunk // BLOCK]:
+                    last += self.slots[block * BLOCK : (block + 1) * BLOCK]
+                held.append(last[-window:])
             if self.chunks.setdefault(names[start // self.chunk], held) is not held:
                 continue  # existing chunks are kept
-            computed_by = [number for number, right in enumerate(by_weights) if right[start:end] == held]
+            computed_by = [
+                number
+                for number, right in enumerate(by_weights)
+                if all(right[end - len(last) : end] == last for last in held)
+            ]
             if not computed_by or self.weights.setdefault(salt, computed_by[0]) != computed_by[0]:
                 self.spoilt.append(f"tokens [{start}, {end}) of {key.request_id}, weights {computed_by}")
         return True
@@ -288,12 +298,14 @@ class ServerBench(OracleBench):
         config.cache_config.kv_cache_layout = "LBHNC"
         with set_current_vllm_config(config):
             worker = type(connector)(config, KVConnectorRole.WORKER, caches)
-            worker.register_kv_caches({"layer": torch.zeros(len(self.slots) // BLOCK, 1, BLOCK, 2)})
+            layers = [name for group in caches.kv_cache_groups for name in group.layer_names]
+            memory = {name: torch.zeros(len(self.slots) // BLOCK, 1, BLOCK, 2) for name in layers}
+            worker.register_kv_caches(memory)
         self._poller = getattr(connector, "_poller", None)
         if self._poller is not None:
             connector._leases._clock = self._poller._clock = lambda: self.now_s
             worker._worker._clock = worker._worker.watch._clock = lambda: self.now_s
-        self.worker.meanwhile = self.lmcache.work
+        self.worker.meanwhile, self.lmcache.windows = self.lmcache.work, self.worker.windows
         self.lmcache.newest_weights = lambda: self.worker.weights
         return worker
 

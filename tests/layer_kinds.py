@@ -28,3 +28,9 @@ LATENT = MLAAttentionSpec(**HEAD | {"head_size": 576})
 FP8 = FullAttentionSpec(**HEAD | {"dtype": torch.uint8}, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 GEMMA = [FULL, WINDOW, WINDOW, WINDOW]
 QWEN3_NEXT = [FULL, STATE, STATE, STATE]
+
+
+def beside_windows(tokens: int) -> list[Any]:
+    """Two groups with windows of so many tokens beside one with full attention."""
+    window = SlidingWindowSpec(**HEAD, sliding_window=tokens)
+    return [FULL, window, window]

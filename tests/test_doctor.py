@@ -138,15 +138,14 @@ def test_the_shipped_file_is_advisable_without_a_profile(command: Command) -> No
         ran = command(*asked, "--lmcache", ROOT / "lmcache.json", "--json")
         is_tried = shape.kv_heads > 0 and not shape.windowed_layers and not shape.state_layers
         assert (ran.status == 0 and ran.json["advisable"]) == is_tried, (name, ran.out)
-        said = {"untried-over-lmcache", "lmcache-refuses-model"} & set(names(ran.json))
-        assert bool(said) != is_tried and (said != {"lmcache-refuses-model"} or shape.windowed_layers)
+        assert ("untried-over-lmcache" in names(ran.json)) != is_tried
         assert "not-measured" in names(ran.json)
 
 
 @pytest.mark.parametrize(
     ("model", "connector", "name", "severity"),
     [
-        ("gpt-oss-20b", "LMCacheMPConnector", "lmcache-refuses-model", "error"),
+        ("gpt-oss-20b", "LMCacheMPConnector", "untried-over-lmcache", "warning"),
         ("gpt-oss-20b", "LMCacheConnectorV1", None, None),  # windows are kept like full attention there
         ("Qwen3-Coder-Next", "LMCacheMPConnector", "untried-over-lmcache", "warning"),
         ("Qwen3-Coder-Next", "LMCacheConnectorV1", "lmcache-refuses-model", "error"),

@@ -20,6 +20,7 @@ import vllm
 from bench import BLOCK, prompt
 from kv_oracle_fake import CHUNK, FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
+from layer_kinds import beside_windows
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
@@ -302,3 +303,76 @@ def test_an_mp_server_that_was_started_again_between_two_pings_is_used_again(
         bench.now_s += 20
         bench.turn("c", prompt(CHUNK, story))
     assert bench.lmcache.chunks
+
+
+# ---- LMCache's MP mode, and layers with windows
+
+
+WINDOWS = pytest.mark.parametrize("window", [BLOCK, CHUNK, 3 * CHUNK])
+
+
+@WINDOWS
+@cases("LMCache stores windows that are not there where vLLM had the prompt's start")
+def test_windows_that_vllm_has_given_back_are_not_stored(
+    cls: Any, is_v2: bool, window: int, make_mp: MakeMp
+) -> None:
+    """Another program's prompt ends earlier, and attends to them."""
+    bench = make_mp(cls, is_v2, spec=beside_windows(window))
+    tokens = prompt(12 * CHUNK)
+    bench.turn("a", tokens)
+    bench.lmcache.evict(1)
+    bench.turn("b", tokens + prompt(2 * CHUNK, 1))
+    bench.scheduler.reset_prefix_cache()
+    bench.turn("c", tokens[: 4 * CHUNK] + prompt(5, 2))
+
+
+@WINDOWS
+@cases("vLLM gives a window's blocks to others while LMCache reads them")
+def test_a_windows_blocks_are_not_written_while_a_store_reads_them(
+    cls: Any, is_v2: bool, window: int, make_mp: MakeMp
+) -> None:
+    bench = make_mp(cls, is_v2, blocks=70, budget_tokens=72, spec=beside_windows(window))
+    bench.lmcache.lag, bench.step_seconds = 20, lambda _: 0.01  # while it is polled, it executes all
+    for story in range(4):
+        bench.send(f"p{story}", prompt(12 * CHUNK, story), 20)
+    bench.run_until_idle()
+    assert bench.lmcache.chunks
+
+
+@WINDOWS
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("is_v2", [False, True], ids=["V1", "V2"])
+def test_a_turn_loads_all_of_a_prompt_with_windows(
+    cls: Any, is_v2: bool, window: int, make_mp: MakeMp
+) -> None:
+    """Whatever steps computed it, and with its answer."""
+    bench = make_mp(
+        cls,
+        is_v2,
+        budget_tokens=72,
+        spec=beside_windows(window),
+        settings={"lmcache.mp.save_decode_cache": True},
+    )
+    tokens = bench.turn("a", prompt(9 * CHUNK + 5), out=2 * CHUNK)
+    bench.scheduler.reset_prefix_cache()
+    loading = bench.send("b", tokens)
+    while not (found := bench.lmcache.loads):
+        bench.step()
+    assert found == 1 and bench.scheduler.requests[loading].num_computed_tokens == 11 * CHUNK
+    bench.run_until_idle()
+
+
+@WINDOWS
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("is_v2", [False, True], ids=["V1", "V2"])
+def test_a_failed_load_of_a_prompt_with_windows_is_computed(
+    cls: Any, is_v2: bool, window: int, make_mp: MakeMp
+) -> None:
+    bench = make_mp(cls, is_v2, spec=beside_windows(window))
+    tokens = prompt(9 * CHUNK + 5)
+    bench.turn("a", tokens)
+    bench.scheduler.reset_prefix_cache()
+    bench.turn("b", tokens[: 2 * CHUNK])
+    bench.lmcache.losing = 1
+    bench.turn("c", tokens + prompt(40, 1), out=4)
+    assert bench.lmcache.lost == 1 and bench.used_blocks == 0

@@ -32,6 +32,8 @@ from kv_oracle import FULL, FULL_AND_PIECEWISE, PIECEWISE
 from kv_oracle_fake import FakeBench
 from kv_oracle_native import NativeBench, StockNativeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
+from layer_kinds import FULL as FULL_LAYERS
+from layer_kinds import beside_windows
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -41,6 +43,7 @@ from vllm.v1.request import RequestStatus
 
 from connectors.kv_names import AdapterNames, WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector as OurConnector
+from connectors.lmcache_mp.tracker import Tracker
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.scheduler import (
     ContinuumAsyncScheduler,
@@ -57,7 +60,8 @@ ADAPTERS = {
     "native": StockNativeBench if IS_STOCK else NativeBench,
     "fake": FakeBench,
 }
-MIXES = os.environ.get("ORACLE_MIX", "MP MP MP fake,native").split(",")
+WINDOWS = "MP-0.5 MP-1 MP-3"  # chunks that a window has
+MIXES = os.environ.get("ORACLE_MIX", f"MP MP MP fake,native,{WINDOWS}").split(",")
 MIX = MIXES[0].split()
 SCHEDULERS = (Scheduler, AsyncScheduler) if IS_STOCK else (ContinuumScheduler, ContinuumAsyncScheduler)
 SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, tokens of a step
@@ -104,12 +108,17 @@ class Machine(RuleBasedStateMachine):
         self.chunk, blocks, budget_tokens = sizes
         self.is_async, self.drafts, self.session = is_async, drafts, ""
         self.context_tokens = blocks * BLOCK * 3 // 4  # of one turn, at most
-        self.adapter = adapter
+        self.adapter, _, window_chunks = adapter.partition("-")
+        window = int(float(window_chunks or 0) * self.chunk)
+        spec = beside_windows(window) if window else [FULL_LAYERS]
+        taken["models with windows"] += bool(window)
+        adapter = self.adapter
         self.bench = ADAPTERS[adapter](
             SCHEDULERS[is_async],
             self.model,
             is_v2,
-            blocks,
+            blocks * len(spec),
+            spec=spec,
             budget_tokens=budget_tokens,
             chunk=self.chunk,
             drafts=drafts,
@@ -305,7 +314,7 @@ class Machine(RuleBasedStateMachine):
         """vLLM does not support it beside a load, ended or not."""
         self.bench.drain()
         running = {request.request_id for request in self.bench.scheduler.running}
-        (manager,) = self.bench.scheduler.kv_cache_manager.coordinator.single_type_managers
+        manager = self.bench.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         if {i for i, blocks in manager.req_to_blocks.items() if blocks} <= running:
             self.bench.preempt_all()
 
@@ -388,6 +397,10 @@ MENDS = {
     "the GPU's cache": lambda patched: patched.setattr(GpuBlocks, "forget_all", lambda _: None),
     "stores of two weights": lambda patched: patched.setattr(OurConnector, "_is_pure", lambda *_: True),
     "the watch of calls": lambda patched: patched.setattr(ContinuumMixin, "on_new_weights", lambda *_: None),
+    "windows that are gone": lambda patched: (
+        patched.setitem(globals(), "MIX", WINDOWS.split()),
+        patched.setattr(Tracker, "without_windows", lambda *_: None),
+    ),
     "loaded turns that wait": lambda patched: patched.setattr(
         ContinuumMixin, "_forget_loaded", lambda _: None
     ),
@@ -395,7 +408,7 @@ MENDS = {
 
 
 @pytest.mark.parametrize("mend", MENDS)
-def test_the_machine_finds_kv_of_other_weights_or_adapters_where_a_mend_is_taken_out(
+def test_the_machine_finds_kv_of_other_tokens_weights_or_adapters_where_a_mend_is_taken_out(
     mend: str, model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)

@@ -654,21 +654,23 @@ WINDOWS = "layers with a window"
 
 
 @pytest.mark.parametrize(
-    ("model", "is_cpu", "is_merged", "refused", "warned"),
+    ("model", "place", "is_merged", "refused", "warned"),
     [
-        ("gpt-oss-120b", True, False, WINDOWS, ""),
-        ("gpt-oss-120b", True, True, "", ""),  # vLLM keeps windows like full attention
-        ("gpt-oss-120b", False, False, "stores windows that vLLM has given back", ""),
-        ("gpt-oss-120b", False, True, "", ""),
-        ("qwen3-next-80b-a3b", True, False, "layers with a state", ""),
-        ("deepseek-v3.2", False, False, "", "latent attention"),
-        ("llama-3.3-70b", True, False, "", ""),
-        ("llama-3.3-70b", False, False, "", ""),
+        ("gpt-oss-120b", "cpu", False, WINDOWS, ""),
+        ("gpt-oss-120b", "cpu", True, "", ""),  # vLLM keeps windows like full attention
+        ("gpt-oss-120b", "cpu whose server copies", False, "", WINDOWS),
+        ("gpt-oss-120b", "gpu", False, "", WINDOWS),
+        ("gpt-oss-120b, with local attention", "gpu", False, "local attention", ""),
+        ("gpt-oss-120b, with local attention", "gpu", True, "", ""),
+        ("qwen3-next-80b-a3b", "cpu", False, "layers with a state", ""),
+        ("deepseek-v3.2", "gpu", False, "", "latent attention"),
+        ("llama-3.3-70b", "cpu", False, "", ""),
+        ("llama-3.3-70b", "gpu", False, "", ""),
     ],
 )
-def test_layers_that_lmcache_refuses_or_gets_wrong_are_refused_before_the_model_is_loaded(
+def test_layers_that_lmcache_refuses_are_refused_before_the_model_is_loaded(
     model: str,
-    is_cpu: bool,
+    place: str,
     is_merged: bool,
     refused: str,
     warned: str,
@@ -676,9 +678,13 @@ def test_layers_that_lmcache_refuses_or_gets_wrong_are_refused_before_the_model_
     logged: Callable[..., list[str]],
 ) -> None:
     said = logged(startup)
-    monkeypatch.setattr(type(startup.current_platform), "is_cpu", lambda _: is_cpu)
-    found = json.loads((Path(__file__).parent / "configs" / f"{model}.json").read_text())
+    monkeypatch.setattr(type(startup.current_platform), "is_cpu", lambda _: place != "gpu")
+    name, _, local = model.partition(", ")
+    found = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
+    found |= {"attention_chunk_size": 8192} if local else {}
+    extra = {startup.MP_TRANSFER_MODE: "lmcache_driven"} if "server" in place else {}
     config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=is_merged),
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(to_dict=lambda: found)),
     )

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector, _iter_kv_cache_specs
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -46,7 +46,7 @@ from connectors.lmcache_mp.startup import (
     warn_of_versions,
 )
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
-from connectors.lmcache_mp.tracker import ReadLeases, Tracker
+from connectors.lmcache_mp.tracker import ReadLeases, Tracker, Window
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
@@ -111,6 +111,13 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len, block_tokens)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._version, self._adapters = WeightsVersion(), AdapterNames()
+        specs = _iter_kv_cache_specs(kv_cache_config)
+        self._windows = {
+            Window(spec.sliding_window, spec.block_size)
+            for spec in specs
+            if getattr(spec, "sliding_window", None)
+        }
+        self._stored_last_step = False
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
@@ -297,12 +304,27 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
             self.request_trackers[new.req_id].after_more_input(new.num_computed_tokens)
+        self._leave_out_windows(scheduler_output)
         meta = super().build_connector_meta(scheduler_output)
         meta.requests = [each for each in meta.requests if each.direction != "STORE" or self._is_pure(each)]
+        # vLLM may give a window's blocks to others while a store reads them
+        meta.need_flush_before_forward |= self._stored_last_step
+        stores = any(each.direction == "STORE" for each in meta.requests)
+        self._stored_last_step = stores and bool(self._windows)
         meta.server_is_up = self._poller.is_up  # otherwise the worker would wait to find out
         meta.ended_while_loading = self._ended_while_loading & scheduler_output.finished_req_ids
         self._ended_while_loading -= meta.ended_while_loading
         return meta
+
+    def _leave_out_windows(self, scheduler_output: SchedulerOutput) -> None:
+        if not self._windows:
+            return
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        chunk_tokens = self.scheduler_adapter.lmcache_tokens_per_chunk
+        for request_id, tokens in computed.items():
+            self.request_trackers[request_id].without_windows(tokens, self._windows, chunk_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

@@ -23,7 +23,7 @@ from connectors.lmcache_mp.translation import EngineShape, misspelt, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
-from continuum_lmcache.connector_names import IN_PROCESS, WRONG_WINDOWS
+from continuum_lmcache.connector_names import IN_PROCESS, MP_PREFIX
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.model_shapes import shape
 
@@ -40,6 +40,7 @@ CALL_ERRORS = (
 )
 FIRST_ANSWER_S = 30.0
 LOST_S = 300.0  # a request without an answer for so long counts as lost
+MP_TRANSFER_MODE = MP_PREFIX + "mp_transfer_mode"
 LMCACHE_VERSION = metadata.version("lmcache")
 
 
@@ -125,11 +126,9 @@ def caller(client: Any) -> Call:
 
 
 def check_layers(vllm_config: VllmConfig, log: bool) -> None:
-    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded, and for
-    windows, whose KV was wrong; warn of those that nobody has tried on a GPU (docs/models.md).
-
-    Of a prompt whose start vLLM found on the GPU LMCache stores the windows too, though vLLM does not have
-    them there any more. Another program's prompt that ends earlier attends to them.
+    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded, where the
+    worker copies KV itself, and for local attention; warn of those that nobody has tried on a GPU
+    (docs/models.md).
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return  # then windows are kept like full attention
@@ -139,10 +138,12 @@ def check_layers(vllm_config: VllmConfig, log: bool) -> None:
     except ConfigError:  # keys that we do not know
         return
     what, why = found.special_layers, ""
-    if what and current_platform.is_cpu():
+    extra = transfer_config(vllm_config).kv_connector_extra_config
+    worker_copies = current_platform.is_cpu() and extra.get(MP_TRANSFER_MODE) != "lmcache_driven"
+    if what and worker_copies:
         why = f"LMCache 0.5.6 refuses {what} on a CPU"
-    elif found.windowed_layers:
-        why = f"{WRONG_WINDOWS}, and tokens are wrong"
+    elif config.get("attention_chunk_size"):
+        why = "nobody has checked what LMCache 0.5.6 stores of local attention (attention_chunk_size)"
     if why:
         raise ConfigError(
             f"{why}; leave the KV connector out, or name {IN_PROCESS}, with which vLLM keeps windows like "

@@ -28,8 +28,8 @@ and the private `_create_key`, `_finished_lookup_results` and `_mq_timeout`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState, LMCacheMPRequestTracker
 from vllm.v1.request import Request
@@ -37,6 +37,13 @@ from vllm.v1.request import Request
 from continuum_lmcache.reload.tier_store import TierHit
 
 LEASE_SHARE = 1 / 3
+
+
+class Window(NamedTuple):
+    """Layers that attend to so many tokens, and the blocks in which vLLM keeps and frees them."""
+
+    tokens: int
+    block_tokens: int
 
 
 class Tracker(LMCacheMPRequestTracker):
@@ -73,6 +80,19 @@ class Tracker(LMCacheMPRequestTracker):
         is_ready = self.state == LMCacheMPRequestState.READY
         if is_ready and computed_tokens < self.num_lmcache_hit_tokens - 1:
             self.computes(computed_tokens, computed_tokens // chunk_tokens * chunk_tokens)
+
+    def without_windows(self, computed_tokens: int, windows: Iterable[Window], chunk_tokens: int) -> None:
+        """Store no chunk of which vLLM has given back a window: it was computed before this step, as a
+        prompt's start that the GPU had. LMCache 0.5.6 would store what others have written there since.
+
+        Of a window that is shorter than a chunk LMCache stores the chunk's last tokens alone.
+        """
+        known_tokens = min(computed_tokens, len(self.all_token_ids) - 1)  # without the steps in flight
+        for window in windows:
+            given_back = (known_tokens - window.tokens + 1) // window.block_tokens * window.block_tokens
+            first_token = given_back - max(0, chunk_tokens - window.tokens)
+            first_chunk = -(-first_token // chunk_tokens)
+            self.num_stored_tokens = max(self.num_stored_tokens, first_chunk * chunk_tokens)
 
     def after_more_input(self, computed_tokens: int) -> None:
         """A streaming session goes on. LMCache 0.5.6 counts rejected drafts as computed, and would store

@@ -10,15 +10,7 @@ from typing import Any
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.capacity.plan_check import WATERMARK
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.connector_names import (
-    AUTOSTART,
-    EXTRA,
-    IN_PROCESS,
-    OURS,
-    OVER_LMCACHE,
-    OVER_NATIVE,
-    WRONG_WINDOWS,
-)
+from continuum_lmcache.connector_names import AUTOSTART, EXTRA, IN_PROCESS, OURS, OVER_LMCACHE, OVER_NATIVE
 from continuum_lmcache.console.machine_specs import read_object
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.policy.named import policy_named
@@ -71,9 +63,6 @@ def untried(kind: str, shape: ModelShape, on_cpu: bool) -> Iterator[Finding]:
         yield error("lmcache-refuses-model", refused, f"{without}, or name {LMCACHE[1]}")
     elif on_cpu:
         yield error("lmcache-refuses-model", f"LMCache 0.5.6 refuses {what} on a CPU", without)
-    elif shape.windowed_layers:
-        fix = f"{without}, or name {IN_PROCESS}, with which vLLM keeps windows like full attention"
-        yield error("lmcache-refuses-model", WRONG_WINDOWS, fix)
     else:
         found = f"nobody has tried {what} over LMCache's server on a GPU with this project"
         yield warning("untried-over-lmcache", found, f"try it first, or {without} (docs/models.md)")
