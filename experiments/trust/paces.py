@@ -9,7 +9,8 @@ threads. The second side goes first in every other pair. The idle server is froz
 later call adds to them.
 
 `--simulated` plays the same sessions on vLLM's scheduler in virtual time, with a CPU's measured profile and
-a DRAM for all of them: stock vLLM, ours that does not know the DRAM, ours that does.
+a DRAM for all of them: stock vLLM, ours that does not know the DRAM, ours that does. `--dram 0.25` gives a
+DRAM of a quarter of all windows, and `--profile` another CPU's times than this one's.
 """
 
 from __future__ import annotations
@@ -106,14 +107,17 @@ class NoStore(TierStore):
     """In the place of TierStore where the connector, which is one, is not to be known."""
 
 
-def simulated(number: int, order: str, seconds: float, is_known: bool, out: Path) -> Row:
-    """One run in virtual time."""
+def simulated(
+    number: int, order: str, seconds: float, is_known: bool, out: Path, dram: float, profile: Path
+) -> Row:
+    """One run in virtual time. `dram`: in windows of all sessions."""
     from experiments.sim.sessions import play
     from experiments.sim.step_time import Machine
 
-    place = replace(CPU, dram_tokens=max(CPU.sessions) * CPU.window_tokens, ssd_gb=0.0)
-    profile = ROOT / "profiles" / CPU.profile
-    machine = Machine.from_profile(yaml.safe_load(profile.read_text()), profile.name, place.kv_tokens)
+    machine = Machine.from_profile(yaml.safe_load(profile.read_text()), profile.name, CPU.kv_tokens)
+    dram_tokens = int(dram * max(CPU.sessions) * CPU.window_tokens)
+    kv_bytes = machine.kv_bytes_per_token
+    place = replace(CPU, dram_tokens=dram_tokens, kv_bytes_per_token=kv_bytes, ssd_gb=0.0)
     trace = written(capped(pool(CPU), GAP_S), out / "programs.jsonl")
     programs, sessions = Selection(number, trace, jps=1.0).programs(), max(CPU.sessions)
     with nullcontext() if is_known else patch.object(residency, "TierStore", NoStore):
@@ -122,7 +126,7 @@ def simulated(number: int, order: str, seconds: float, is_known: bool, out: Path
     return figures(played.turns, sessions, WARM_UP_S, WARM_UP_S + seconds)
 
 
-def virtual(pairs: int, seconds: float, out: Path) -> list[list[str]]:
+def virtual(pairs: int, seconds: float, out: Path, dram: float, profile: Path) -> list[list[str]]:
     """A header, then a line for each seed and side."""
     shown = {**SHOWN, "ttft_mean_s": "mean, s", "ttft_max_s": "longest, s"}
     lines = [["seed", "", *shown.values()]]
@@ -132,7 +136,7 @@ def virtual(pairs: int, seconds: float, out: Path) -> list[list[str]]:
             ("ours, DRAM unknown", OURS, False),
             ("ours", OURS, True),
         ):
-            found = simulated(number, order, seconds, is_known, out)
+            found = simulated(number, order, seconds, is_known, out, dram, profile)
             lines.append([str(number), side, *(f"{found[name]:.2f}" for name in shown)])
     return lines
 
@@ -143,6 +147,8 @@ def main(
     seconds: Annotated[float, typer.Option(min=10, help="of each run that count")] = COUNTED_S,
     noise: Annotated[bool, typer.Option(help="stock vLLM on both sides")] = False,
     is_simulated: Annotated[bool, typer.Option("--simulated", help="in virtual time")] = False,
+    dram: Annotated[float, typer.Option(min=0, help="of --simulated, in windows of all sessions")] = 1.0,
+    profile: Annotated[str, typer.Option(help="of --simulated, in profiles/")] = CPU.profile,
     out: Annotated[Path, typer.Option(help="pairs and table")] = Path("results/paces"),
 ) -> None:
     """Measure pairs, and print the table of all in OUT."""
@@ -151,7 +157,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     if is_simulated:
         title = "Sessions beside a DRAM, simulated"
-        return publish(virtual(pairs, seconds, out), title, [], out / "simulated")
+        lines = virtual(pairs, seconds, out, dram, ROOT / "profiles" / profile)
+        return publish(lines, title, [], out / "simulated")
     if not connectors:
         raise typer.BadParameter("name a connector of experiments.trust.others, or give --simulated")
     kept = out / "pairs.json"
