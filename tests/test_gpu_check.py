@@ -45,9 +45,9 @@ def test_a_turn_twice_as_far_off_as_rounding_makes_it_is_a_failure() -> None:
     assert "off by 0.41" in said
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_what_the_stages_ask_of_lmcache_is_accepted(has_states: bool, tmp_path: Path) -> None:
-    asked = exactness.below(exactness.LMCACHE, tmp_path, "float32", has_states)["kv_transfer_config"]
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_what_the_stages_ask_of_lmcache_is_accepted(is_hybrid: bool, tmp_path: Path) -> None:
+    asked = exactness.below(exactness.LMCACHE, tmp_path, "float32", is_hybrid)["kv_transfer_config"]
     extra, said = translated(asked.kv_connector_extra_config, {}, EngineShape(1, 16, 16384, 2048))
     assert with_defaults(extra) and "--l2-adapter" in said
 

@@ -35,10 +35,13 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_mp_rig import Clock, MpEngine, MpRig, op, prompt
 from lmcache_mp_server import CHUNK, MODEL, PAGE, MpServer, patient
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from waiting import wait_for
@@ -57,6 +60,7 @@ from connectors.lmcache_mp.tier_mirror import (
     MpTiers,
     TierPoller,
 )
+from connectors.lmcache_mp.tracker import Window
 from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult, NumberedChange
 from continuum_lmcache import __version__
 from continuum_lmcache.errors import ConfigError
@@ -660,8 +664,6 @@ WINDOWS = "layers with a window"
         ("gpt-oss-120b", "cpu", True, "", ""),  # vLLM keeps windows like full attention
         ("gpt-oss-120b", "cpu whose server copies", False, "", WINDOWS),
         ("gpt-oss-120b", "gpu", False, "", WINDOWS),
-        ("gpt-oss-120b, with local attention", "gpu", False, "local attention", ""),
-        ("gpt-oss-120b, with local attention", "gpu", True, "", ""),
         ("qwen3-next-80b-a3b", "cpu", False, "layers with a state", ""),
         ("deepseek-v3.2", "gpu", False, "", "latent attention"),
         ("llama-3.3-70b", "cpu", False, "", ""),
@@ -679,9 +681,7 @@ def test_layers_that_lmcache_refuses_are_refused_before_the_model_is_loaded(
 ) -> None:
     said = logged(startup)
     monkeypatch.setattr(type(startup.current_platform), "is_cpu", lambda _: place != "gpu")
-    name, _, local = model.partition(", ")
-    found = json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text())
-    found |= {"attention_chunk_size": 8192} if local else {}
+    found = json.loads((Path(__file__).parent / "configs" / f"{model}.json").read_text())
     extra = {startup.MP_TRANSFER_MODE: "lmcache_driven"} if "server" in place else {}
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
@@ -691,6 +691,22 @@ def test_layers_that_lmcache_refuses_are_refused_before_the_model_is_loaded(
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         startup.check_layers(config, log=True)
     assert len(said) == bool(warned) and all(warned in line for line in said)
+
+
+def test_windows_are_those_of_which_vllm_gives_back_blocks_and_other_layers_that_do_are_refused() -> None:
+    head: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    window = SlidingWindowSpec(**head, sliding_window=128)
+    kept_whole = FullAttentionSpec(**head, sliding_window=128)  # where all layers are kept alike
+    local = ChunkedLocalAttentionSpec(**head, attention_chunk_size=8192)
+
+    def found(*specs: Any) -> set[Window]:
+        groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
+        return startup.windows_of(KVCacheConfig(9, [], groups))
+
+    assert found(kept_whole) == set()
+    assert found(kept_whole, window, window) == {Window(128, 16)}
+    with pytest.raises(ConfigError, match="ChunkedLocalAttentionSpec; leave the KV connector out"):
+        found(kept_whole, local)
 
 
 def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector, _iter_kv_cache_specs
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
@@ -44,9 +44,10 @@ from connectors.lmcache_mp.startup import (
     translate,
     warn_of_small_l1,
     warn_of_versions,
+    windows_of,
 )
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
-from connectors.lmcache_mp.tracker import ReadLeases, Tracker, Window
+from connectors.lmcache_mp.tracker import ReadLeases, Tracker
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
@@ -92,6 +93,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         # under another policy, and inside MultiConnector, no other code has checked them
         self.check_settings(vllm_config, log=False)
         apply_defaults(vllm_config, log=role == KVConnectorRole.SCHEDULER)
+        self._windows = windows_of(kv_cache_config)
         is_first_worker = role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0
         with one_start(transfer_config(vllm_config).kv_connector_extra_config, is_first_worker):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -111,12 +113,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len, block_tokens)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._version, self._adapters = WeightsVersion(), AdapterNames()
-        specs = _iter_kv_cache_specs(kv_cache_config)
-        self._windows = {
-            Window(spec.sliding_window, spec.block_size)
-            for spec in specs
-            if getattr(spec, "sliding_window", None)
-        }
         self._stored_last_step = False
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended

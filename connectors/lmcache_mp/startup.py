@@ -10,15 +10,23 @@ from typing import Any
 import grpc
 import msgspec
 import zmq
+from lmcache.integration.vllm.lmcache_mp_connector import _iter_kv_cache_specs
 from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    RSWASpec,
+    SlidingWindowSpec,
+)
 
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
+from connectors.lmcache_mp.tracker import Window
 from connectors.lmcache_mp.translation import EngineShape, misspelt, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
@@ -40,6 +48,7 @@ CALL_ERRORS = (
 )
 FIRST_ANSWER_S = 30.0
 LOST_S = 300.0  # a request without an answer for so long counts as lost
+INSTEAD = f"leave the KV connector out, or name {IN_PROCESS}, with which vLLM keeps all layers alike"
 MP_TRANSFER_MODE = MP_PREFIX + "mp_transfer_mode"
 LMCACHE_VERSION = metadata.version("lmcache")
 
@@ -126,9 +135,8 @@ def caller(client: Any) -> Call:
 
 
 def check_layers(vllm_config: VllmConfig, log: bool) -> None:
-    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded, where the
-    worker copies KV itself, and for local attention; warn of those that nobody has tried on a GPU
-    (docs/models.md).
+    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded, as long as
+    the worker copies KV itself; warn of those that nobody has tried on a GPU (docs/models.md).
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return  # then windows are kept like full attention
@@ -137,20 +145,26 @@ def check_layers(vllm_config: VllmConfig, log: bool) -> None:
         found = shape(config, "the model's config", weights=(0.0, ""))
     except ConfigError:  # keys that we do not know
         return
-    what, why = found.special_layers, ""
-    extra = transfer_config(vllm_config).kv_connector_extra_config
-    worker_copies = current_platform.is_cpu() and extra.get(MP_TRANSFER_MODE) != "lmcache_driven"
-    if what and worker_copies:
-        why = f"LMCache 0.5.6 refuses {what} on a CPU"
-    elif config.get("attention_chunk_size"):
-        why = "nobody has checked what LMCache 0.5.6 stores of local attention (attention_chunk_size)"
-    if why:
-        raise ConfigError(
-            f"{why}; leave the KV connector out, or name {IN_PROCESS}, with which vLLM keeps windows like "
-            "full attention"
-        )
+    what, extra = found.special_layers, transfer_config(vllm_config).kv_connector_extra_config
+    if what and current_platform.is_cpu() and extra.get(MP_TRANSFER_MODE) != "lmcache_driven":
+        raise ConfigError(f"LMCache 0.5.6 refuses {what} on a CPU; {INSTEAD}")
     if what and log:
         logger.warning("nobody has tried %s over LMCache's server on a GPU with this project", what)
+
+
+def windows_of(kv_cache_config: KVCacheConfig) -> set[Window]:
+    """The windows of layers that have some. Raises ConfigError for layers of which vLLM gives back other
+    blocks than those before a window: LMCache 0.5.6 stores what others have written there since
+    (LMCache/LMCache#5001).
+    """
+    specs = list(_iter_kv_cache_specs(kv_cache_config))
+    for spec in specs:
+        if isinstance(spec, ChunkedLocalAttentionSpec | RSWASpec):
+            raise ConfigError(
+                f"LMCache 0.5.6 stores wrong KV of layers with {type(spec).__name__}; {INSTEAD}"
+            )
+    kept = (spec for spec in specs if isinstance(spec, SlidingWindowSpec))
+    return {Window(spec.sliding_window, spec.block_size) for spec in kept}
 
 
 def first_answer(poller: TierPoller) -> ChangesReply:
