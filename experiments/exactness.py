@@ -44,6 +44,7 @@ PROGRAMS = 8  # at once
 ROOMY_TOKENS = PROGRAMS * 2048
 EVICTED_S = 1.1  # LMCache's server evicts once a second; on a GPU a program is over by then
 EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
+SOFT = {"tiny-gpt-oss": 1e-2}  # the least bound of models that round more: without any tier 0.0026
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
 LMCACHE, NATIVE = "lmcache", "native"  # below the GPU; vLLM's own has a worker for GPUs alone
 WAYS = {LMCACHE: ("gpu", "dram", "ssd", "preemptions"), NATIVE: ("gpu", "dram", "preemptions")}
@@ -289,7 +290,8 @@ def checked(
     figures = {name: figures_of(turns_off(of, plain)) for name, of in played.items()}
     missing = [way for way in WAYS[tier] if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
-    failed += wrong(figures, EXACT[device] if dtype == "float32" else None)
+    exact = max(EXACT[device], SOFT.get(model, 0.0))
+    failed += wrong(figures, exact if dtype == "float32" else None)
     return {"dtype": dtype, "tier": tier, "ways": dict(found), **figures, "failed": "; ".join(failed)}
 
 
