@@ -190,6 +190,7 @@ def main() -> None:
     for draw_rows, rows, picture in (
         (draw_tiers, "tiers", "benefit-and-price"),
         (draw_frontier, "frontier", "frontier"),
+        (draw_rising, "rising", "rising"),
     ):
         print(*draw_rows(RECORDS / f"{rows}.csv", RECORDS / picture), sep="\n")
 

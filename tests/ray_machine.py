@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE, THERE = "10.213.7.1", "10.213.7.2"  # this machine's address on the cable between the two, and its
@@ -50,8 +50,8 @@ class Machine:
 
 
 @contextlib.contextmanager
-def machine(log: Path) -> Iterator[Machine]:
-    """A machine that is off, with a cable to this one."""
+def machine(log: Path, ports: Sequence[int]) -> Iterator[Machine]:
+    """A machine that is off, with a cable to this one. Nothing there gets one of `ports` by chance."""
     name = f"continuum-{os.getpid()}"
     ip("netns", "add", name)
     there = Machine(name, log)
@@ -62,6 +62,8 @@ def machine(log: Path) -> Iterator[Machine]:
         ip("-n", name, "addr", "add", f"{THERE}/30", "dev", "eth0")
         for link in ("eth0", "lo"):
             ip("-n", name, "link", "set", link, "up")
+        reserved = f"net.ipv4.ip_local_reserved_ports={','.join(map(str, ports))}"
+        ip("netns", "exec", name, "sysctl", "-qw", reserved)
         yield there
     finally:
         there.kill()

@@ -97,11 +97,21 @@ class Fleet:
         return found
 
     def send(self, turns: int, programs: list[Client]) -> None:
-        """One more program and all its turns; it is put into `programs` before them."""
+        """One more program and all its turns; it is put into `programs` before them. It starts at a proxy
+        that a load balancer would take."""
         number = next(self.number)
-        url, spare = self.urls[:: 1 if number % 2 else -1]
+        url, spare = sorted(self.urls[:: 1 if number % 2 else -1], key=is_healthy, reverse=True)
         programs.append(program := Client(f"run-{number}", number, spare=spare))
         program.run(url, turns)
+
+
+def is_healthy(proxy: str) -> bool:
+    """Ray's answer to a load balancer: no for 30 s and more before it ends the proxy of a node without a
+    replica."""
+    try:
+        return httpx.get(f"{proxy}/-/healthz", timeout=PATIENCE_S).is_success
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +120,7 @@ def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
     vllm = " ".join((*OPTIONS, *SMALL))
     settings = ServeSettings(str(model), 2, vllm, gpus=0, lmcache_gb=1, **ports, key=secrets.token_hex(32))
     port, log = reserved_port(), tmp_path_factory.mktemp("machine") / "ray.log"
-    with pytest.MonkeyPatch.context() as patch, machine(log) as there:
+    with pytest.MonkeyPatch.context() as patch, machine(log, [port, *ports.values()]) as there:
         for name, value in (ENVIRONMENT | NAMING | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}).items():
             patch.setenv(name, value)
         patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")

@@ -18,7 +18,7 @@ from continuum_lmcache.policy.interface import Room
 from continuum_lmcache.serve.scaling import FULL, IN_TIME, LIVE, replicas
 from continuum_lmcache.types import Place, ProgramId
 from continuum_lmcache.vllm_plugin.hooks.prometheus import METRICS
-from experiments.fleet.rising import Autoscaler, Scaled, arriving, p90_s, ramp_s, run
+from experiments.fleet.rising import Autoscaler, Scaled, arriving, in_words, p90_s, ramp_s, rows_of, run
 from experiments.fleet.routers import Ours
 from experiments.fleet.table import MACHINE
 from experiments.table1 import Lognormal, Shape, draw
@@ -88,13 +88,14 @@ def context(live: Sequence[float], in_time: Sequence[float], target: int = 2) ->
 def test_rays_autoscaler_gets_a_replica_more_before_those_there_are_full_and_fewer_after() -> None:
     assert replicas(context([10], [20]))[0] == 10 / 20 / FULL <= 1
     assert 1 < replicas(context([17], [20]))[0] <= 2
-    assert 2 < replicas(context([40, 2], [20, 20]))[0] <= 3
-    assert replicas(context([7, 7], [20, 20]))[0] <= 1
+    assert 2 < replicas(context([30, 2], [20, 20]))[0] <= 3
+    assert replicas(context([5, 5], [20, 20]))[0] <= 1
 
 
-def test_the_autoscaler_is_asked_with_the_metrics_of_the_page() -> None:
+def test_the_page_asks_an_autoscaler_for_the_same_with_the_same_metrics() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "fleet.md").read_text()
     assert {LIVE, IN_TIME} <= {f"continuum_{key}" for key in METRICS}
-    assert f"sum({LIVE} / {IN_TIME})" in (Path(__file__).parents[1] / "docs" / "fleet.md").read_text()
+    assert f'threshold: "{FULL}", query: sum({LIVE} / {IN_TIME})' in page
 
 
 def test_a_replica_that_has_not_served_yet_asks_for_nothing() -> None:
@@ -118,3 +119,5 @@ def test_as_load_rises_the_signal_asks_for_a_replica_before_first_tokens_are_lat
     assert late and asked and asked[0] < late[0]
     assert max(p90_s(with_it, at_s, at_s + 30.0) for at_s in range(0, 240, 30)) < 15.0
     assert [scaled.asked[0].up, max(each.up for each in scaled.asked), scaled.asked[-1].up] == [1, 2, 1]
+    said = in_words(scaled.asked, rows_of(scaled.asked, with_it, alone, every_s=30.0))
+    assert said.startswith("P90 above 30 s: 0 of ") and " and 0 of one alone" not in said

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, Counter
 from continuum_lmcache.admission.served import engines_for
 
 LIVE, IN_TIME = "continuum_live_programs", "continuum_programs_in_time"
-FULL = 0.8  # of the programs served in time: a replica takes minutes to start
+FULL = 0.6  # of the programs served in time: a replica takes minutes to start, and load comes unevenly
 TURNS = ("continuum_fleet_turns", "Prompts by the reason for their replica", ["why"])
 turns = Counter(*TURNS)
 

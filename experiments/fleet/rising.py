@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -19,6 +20,7 @@ import numpy as np
 import typer
 
 from continuum_lmcache.admission.served import engines_for
+from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.serve.scaling import FULL
 from experiments.fleet.replica import Replica, Turn
 from experiments.fleet.routers import Ours, Router
@@ -32,6 +34,7 @@ from experiments.tables import markdown, write_lines
 from experiments.workload import ARRIVALS, Program
 
 EVERY_S = 10.0
+LIMIT_S = ContinuumConfig().first_token_limit_s
 SIGNAL = ("live", "in_time", "wanted", "up")
 ROW_S, WINDOW_S = 60.0, 300.0  # between two rows; P90 is of the turns that came so long before
 
@@ -153,6 +156,20 @@ def rows_of(
     return rows
 
 
+def in_words(asked: Sequence[Asked], rows: Sequence[Row]) -> str:
+    """Whether the signal came in time, and what it cost; a row is a window."""
+    late, alone = (
+        [row.until_s for row in rows if getattr(row, name) > LIMIT_S] for name in ("p90_s", "alone_p90_s")
+    )
+    wanted, more = ([each.at_s for each in asked if getattr(each, name) > 1] for name in ("wanted", "up"))
+    hours = sum(a.up * (b.at_s - a.at_s) for a, b in pairwise(asked)) / 3600
+    return (
+        f"P90 above {LIMIT_S:g} s: {len(late)} of {len(rows)} windows, and {len(alone)} of one alone,"
+        f" first at {min(alone, default=math.nan):.0f} s.\nA second replica: wanted at {min(wanted):.0f} s,"
+        f" there from {min(more):.0f} to {max(more):.0f} s; {hours:.2f} replica-hours."
+    )
+
+
 def main(
     seed: int = 3,
     highest: float = 2.0,
@@ -168,6 +185,8 @@ def main(
     programs = arriving(skewed(len(arrivals_s), seed), arrivals_s)
     scaled = Scaled(most, Autoscaler(full=target))
     turns, alone = run(programs, scaled, most), run(programs, Ours(), 1)
+    rows = rows_of(scaled.asked, turns, alone)
+    print(in_words(scaled.asked, rows), end="\n\n")
     lines = [["until, s", "live", "in time, each", "wanted", "replicas", "P90, s", "P90 of one alone, s"]]
     for until_s, *values in map(astuple, rows_of(scaled.asked, turns, alone, WINDOW_S)):
         lines.append([f"{until_s:.0f}", *(f"{value:.1f}" for value in values)])
@@ -175,7 +194,7 @@ def main(
     if folder is not None:
         from experiments.figures import draw_rising  # matplotlib takes a second to import
 
-        shown = [[f"{value:.4g}" for value in astuple(row)] for row in rows_of(scaled.asked, turns, alone)]
+        shown = [[f"{value:.4g}" for value in astuple(row)] for row in rows]
         write_lines([[each.name for each in fields(Row)], *shown], folder / "rising.csv")
         print(*draw_rising(folder / "rising.csv", folder / "rising"), sep="\n")
 
