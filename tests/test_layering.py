@@ -146,6 +146,42 @@ def test_only_the_edges_know_of_the_console() -> None:
         assert not parts(path) & {"console", "report", "recordings"}, path
 
 
+def test_what_a_module_imports_of_another_is_there_within_its_functions_too() -> None:
+    """No type checker reads the experiments, and a stage for a card imports what it needs when it runs."""
+    missing = []
+    for path in [*CORE_FILES, *PLUGIN, *SERVE, *CONSOLE, *CONNECTORS, *(ROOT / "experiments").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = (
+                ROOT.joinpath(*(node.module or "").split(".")) if isinstance(node, ast.ImportFrom) else ROOT
+            )
+            module = next((p for p in (place.with_suffix(".py"), place / "__init__.py") if p.exists()), None)
+            if isinstance(node, ast.ImportFrom) and module is not None:
+                gone = (
+                    {alias.name for alias in node.names}
+                    - names_of(module)
+                    - {p.stem for p in place.glob("*")}
+                )
+                missing += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in gone]
+    assert not missing
+
+
+@functools.cache
+def names_of(path: Path) -> set[str]:
+    """What a module has once it is imported."""
+    found, nodes = {"*"}, [*ast.parse(path.read_text()).body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        nodes += ast.iter_child_nodes(node)
+    return found
+
+
 def test_no_class_of_the_product_has_the_name_of_another() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in [*PACKAGE.rglob("*.py"), *CONNECTORS]:
