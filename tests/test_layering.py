@@ -149,19 +149,15 @@ def test_only_the_edges_know_of_the_console() -> None:
 def test_what_a_module_imports_of_another_is_there_within_its_functions_too() -> None:
     """No type checker reads the experiments, and a stage for a card imports what it needs when it runs."""
     missing = []
-    for path in [*CORE_FILES, *PLUGIN, *SERVE, *CONSOLE, *CONNECTORS, *(ROOT / "experiments").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            place = (
-                ROOT.joinpath(*(node.module or "").split(".")) if isinstance(node, ast.ImportFrom) else ROOT
-            )
-            module = next((p for p in (place.with_suffix(".py"), place / "__init__.py") if p.exists()), None)
-            if isinstance(node, ast.ImportFrom) and module is not None:
-                gone = (
-                    {alias.name for alias in node.names}
-                    - names_of(module)
-                    - {p.stem for p in place.glob("*")}
-                )
-                missing += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in gone]
+    for path in [*PACKAGE.rglob("*.py"), *CONNECTORS, *(ROOT / "experiments").rglob("*.py")]:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        for node in (each for each in nodes if isinstance(each, ast.ImportFrom) and each.module):
+            place = ROOT.joinpath(*str(node.module).split("."))
+            for module in (place.with_suffix(".py"), place / "__init__.py"):
+                if module.exists():
+                    there = names_of(module) | {beside.stem for beside in place.glob("*")}
+                    gone = {alias.name for alias in node.names} - there
+                    missing += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in gone]
     assert not missing
 
 

@@ -665,6 +665,7 @@ WINDOWS = "layers with a window"
         ("gpt-oss-120b", "cpu whose server copies", False, "", WINDOWS),
         ("gpt-oss-120b", "gpu", False, "", WINDOWS),
         ("qwen3-next-80b-a3b", "cpu", False, "layers with a state", ""),
+        ("qwen3-next-80b-a3b", "cpu whose server copies", False, "layers with a state", ""),
         ("deepseek-v3.2", "gpu", False, "", "latent attention"),
         ("llama-3.3-70b", "cpu", False, "", ""),
         ("llama-3.3-70b", "gpu", False, "", ""),

@@ -305,8 +305,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         meta.requests = [each for each in meta.requests if each.direction != "STORE" or self._is_pure(each)]
         # vLLM may give a window's blocks to others while a store reads them
         meta.need_flush_before_forward |= self._stored_last_step
-        stores = any(each.direction == "STORE" for each in meta.requests)
-        self._stored_last_step = stores and bool(self._windows)
+        self._stored_last_step = bool(self._windows) and any(
+            each.direction == "STORE" for each in meta.requests
+        )
         meta.server_is_up = self._poller.is_up  # otherwise the worker would wait to find out
         meta.ended_while_loading = self._ended_while_loading & scheduler_output.finished_req_ids
         self._ended_while_loading -= meta.ended_while_loading

@@ -48,7 +48,6 @@ CALL_ERRORS = (
 )
 FIRST_ANSWER_S = 30.0
 LOST_S = 300.0  # a request without an answer for so long counts as lost
-INSTEAD = f"leave the KV connector out, or name {IN_PROCESS}, with which vLLM keeps all layers alike"
 MP_TRANSFER_MODE = MP_PREFIX + "mp_transfer_mode"
 LMCACHE_VERSION = metadata.version("lmcache")
 
@@ -135,8 +134,8 @@ def caller(client: Any) -> Call:
 
 
 def check_layers(vllm_config: VllmConfig, log: bool) -> None:
-    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded, as long as
-    the worker copies KV itself; warn of those that nobody has tried on a GPU (docs/models.md).
+    """Raise ConfigError for layers that LMCache 0.5.6 refuses on a CPU once the model is loaded; windows only
+    where the worker copies KV itself. Warn of those that nobody has tried on a GPU (docs/models.md).
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return  # then windows are kept like full attention
@@ -146,8 +145,13 @@ def check_layers(vllm_config: VllmConfig, log: bool) -> None:
     except ConfigError:  # keys that we do not know
         return
     what, extra = found.special_layers, transfer_config(vllm_config).kv_connector_extra_config
-    if what and current_platform.is_cpu() and extra.get(MP_TRANSFER_MODE) != "lmcache_driven":
-        raise ConfigError(f"LMCache 0.5.6 refuses {what} on a CPU; {INSTEAD}")
+    has_windows_alone = found.kv_heads > 0 and not found.state_layers
+    server_copies = has_windows_alone and extra.get(MP_TRANSFER_MODE) == "lmcache_driven"
+    if what and current_platform.is_cpu() and not server_copies:
+        raise ConfigError(
+            f"LMCache 0.5.6 refuses {what} on a CPU; leave the KV connector out, or name {IN_PROCESS}, with "
+            "which vLLM keeps windows like full attention"
+        )
     if what and log:
         logger.warning("nobody has tried %s over LMCache's server on a GPU with this project", what)
 
@@ -161,7 +165,8 @@ def windows_of(kv_cache_config: KVCacheConfig) -> set[Window]:
     for spec in specs:
         if isinstance(spec, ChunkedLocalAttentionSpec | RSWASpec):
             raise ConfigError(
-                f"LMCache 0.5.6 stores wrong KV of layers with {type(spec).__name__}; {INSTEAD}"
+                f"LMCache 0.5.6 may store wrong KV of layers with {type(spec).__name__}; leave the KV "
+                "connector out"
             )
     kept = (spec for spec in specs if isinstance(spec, SlidingWindowSpec))
     return {Window(spec.sliding_window, spec.block_size) for spec in kept}

@@ -161,7 +161,9 @@ def in_words(asked: Sequence[Asked], rows: Sequence[Row]) -> str:
     late, alone = (
         [row.until_s for row in rows if getattr(row, name) > LIMIT_S] for name in ("p90_s", "alone_p90_s")
     )
-    wanted, more = ([each.at_s for each in asked if getattr(each, name) > 1] for name in ("wanted", "up"))
+    wanted, more = (
+        [each.at_s for each in asked if getattr(each, name) > 1] or [math.nan] for name in ("wanted", "up")
+    )
     hours = sum(a.up * (b.at_s - a.at_s) for a, b in pairwise(asked)) / 3600
     return (
         f"P90 above {LIMIT_S:g} s: {len(late)} of {len(rows)} windows, and {len(alone)} of one alone,"
